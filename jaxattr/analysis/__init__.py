@@ -1,0 +1,1 @@
+"""Saved results in, tables and figures out."""

@@ -1,0 +1,1 @@
+"""Influence scores: targets, estimators, filters."""

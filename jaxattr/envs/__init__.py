@@ -1,0 +1,1 @@
+"""Environments: the protocol for one, adapters, and the registry."""

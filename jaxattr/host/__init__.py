@@ -1,0 +1,1 @@
+"""Everything with files, clocks and prints."""

@@ -1,0 +1,174 @@
+"""Collection behind one batch-level interface: lanes x environments in, a `Rollout` out.
+
+Nothing above this file knows whether environments can be vmapped. `VmapCollector` serves one pure environment; a
+stateful pool or a host loop is another `Collector`, or hands finished rollouts to the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxattr.envs.base import Env, auto_reset
+from jaxattr.networks import Networks
+from jaxattr.ops.statistics import normalize
+from jaxattr.types import Array, EnvSpec, EpisodeStats, PRNGKey, Rollout, RunningStats, TrainState
+
+
+class Collector(Protocol):
+    """Experience for all lanes at once (leading axis S everywhere)."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Static description of one environment."""
+        ...
+
+    @property
+    def all_valid(self) -> bool:
+        """True if every row of every rollout is a record."""
+        ...
+
+    def init(self, keys: PRNGKey) -> Any:
+        """(S,) keys, used up -> the collector's own state with leading axis S."""
+        ...
+
+    def collect(self, nets: Networks, state: TrainState, keys: PRNGKey) -> tuple[Any, Rollout, EpisodeStats]:
+        """One round with the policies in `state`. Uses up `keys` (S,). Returns (own state, rollout, episodes)."""
+        ...
+
+
+@struct.dataclass
+class VmapEnvState:
+    """B running environments of one lane."""
+
+    state: Any  # (B, ...)
+    obs: Array  # (B, *obs_shape)
+    first: Any  # the start to return to where resets are cached, else None
+    episode_return: Array  # (B,) float32, so far
+    episode_length: Array  # (B,) int32, so far
+
+
+@dataclass(frozen=True)
+class VmapCollector:
+    """One pure environment, vmapped over B environments and S lanes, with real auto-reset."""
+
+    env: Env
+    num_envs: int
+    num_steps: int
+    cached_reset: bool = False
+    all_valid: bool = True
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Of the environment."""
+        return self.env.spec
+
+    def init(self, keys: PRNGKey) -> VmapEnvState:
+        """Reset all environments of all lanes."""
+        return jax.vmap(self.init_lane)(keys)
+
+    def init_lane(self, key: PRNGKey) -> VmapEnvState:
+        """Reset the B environments of one lane."""
+        state, obs = jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
+        return VmapEnvState(
+            state=state,
+            obs=obs,
+            first=(state, obs) if self.cached_reset else None,
+            episode_return=jnp.zeros(self.num_envs, jnp.float32),
+            episode_length=jnp.zeros(self.num_envs, jnp.int32),
+        )
+
+    def collect(self, nets: Networks, state: TrainState, keys: PRNGKey) -> tuple[Any, Rollout, EpisodeStats]:
+        """One round of T steps in every environment of every lane."""
+
+        def lane(params, obs_stats, env_state, key):
+            return self.collect_lane(nets, params, obs_stats, env_state, key)
+
+        return over_lanes(lane)(state.params, state.obs_stats, state.env_state, keys)
+
+    def collect_lane(
+        self, nets: Networks, params: Any, obs_stats: RunningStats, envs: VmapEnvState, key: PRNGKey
+    ) -> tuple[VmapEnvState, Rollout, EpisodeStats]:
+        """T steps of one lane: act, step, reset where an episode ended."""
+        # All randomness of the round is drawn here, in a few large calls instead of many small ones in the scan.
+        key_noise, key_step, key_reset = jax.random.split(key, 3)
+        shape = (self.num_steps, self.num_envs)
+        noise = nets.distribution.noise(key_noise, shape)
+        step_keys, reset_keys = jax.random.split(key_step, shape), jax.random.split(key_reset, shape)
+
+        def act(obs: Array, noise: Array) -> Array:
+            return nets.distribution.sample(nets.policy(params, normalize(obs_stats, obs)), noise)
+
+        def step(envs: VmapEnvState, inputs: Any):
+            noise, step_key, reset_key = inputs
+            action = jax.vmap(act)(envs.obs, noise)
+            start = envs.first if self.cached_reset else jax.vmap(self.env.reset)(reset_key)
+            state, obs, result = jax.vmap(lambda k, s, a, r: auto_reset(self.env, k, s, a, r))(
+                step_key, envs.state, jax.vmap(nets.distribution.to_env)(action), start
+            )
+            done = result.terminated | result.truncated
+            total, length = envs.episode_return + result.reward, envs.episode_length + 1
+            row = (envs.obs, action, result, jnp.where(done, total, 0.0), jnp.where(done, length, 0))
+            envs = envs.replace(
+                state=state,
+                obs=obs,
+                episode_return=jnp.where(done, 0.0, total),
+                episode_length=jnp.where(done, 0, length),
+            )
+            return envs, row
+
+        envs, (obs, action, result, returns, lengths) = jax.lax.scan(step, envs, (noise, step_keys, reset_keys))
+        done = result.terminated | result.truncated
+        episodes = EpisodeStats(
+            count=jnp.sum(done, dtype=jnp.int32),
+            return_sum=jnp.sum(returns),
+            length_sum=jnp.sum(lengths).astype(jnp.float32),
+        )
+        return envs, finish_rollout(nets, params, obs_stats, obs, action, result, jnp.ones(shape, bool)), episodes
+
+
+def finish_rollout(
+    nets: Networks, params: Any, obs_stats: RunningStats, obs: Array, action: Array, result: Any, valid: Array
+) -> Rollout:
+    """Add what the collecting networks say about the rows: log-probabilities, V(obs), V(true next observation).
+
+    Done once for the whole round, in one batch, with the same snapshot of parameters and statistics that acted.
+
+    Args:
+      obs: (T, B, *obs_shape), action: (T, B, ...), result: `Step` with leading (T, B), valid: (T, B) bool.
+    """
+    per_row = lambda f: jax.vmap(jax.vmap(f))
+    seen = normalize(obs_stats, obs)
+    values = jax.vmap(per_row(lambda o: nets.value(params, o)))(jnp.stack([seen, normalize(obs_stats, result.obs)]))
+    return Rollout(
+        obs=obs,
+        action=action,
+        log_prob=per_row(lambda o, a: nets.log_prob(params, o, a))(seen, action),
+        value=values[0],
+        next_value=values[1],
+        reward=result.reward,
+        terminated=result.terminated,
+        truncated=result.truncated,
+        valid=valid,
+    )
+
+
+def over_lanes(f: Callable) -> Callable:
+    """vmap `f` over the leading axis, except that a single lane runs without a batch axis.
+
+    A lone lane keeps scalar trip counts and predicates, so work that a filter saves is really saved.
+    """
+
+    def mapped(*args: Any) -> Any:
+        lanes = jax.tree.leaves(args)[0].shape[0]
+        if lanes > 1:
+            return jax.vmap(f)(*args)
+        out = f(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    return mapped

@@ -1,0 +1,165 @@
+"""Many rounds, many lanes: initial states, the compiled chunk of updates, and lanes spread over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxattr.config import Config, ConfigError, check_number
+from jaxattr.envs.base import Env
+from jaxattr.networks import make_networks
+from jaxattr.ops import trees
+from jaxattr.ops.statistics import init_stats
+from jaxattr.rollout import VmapCollector
+from jaxattr.types import Array, Metrics, Params, Settings, TrainState
+from jaxattr.update import Judged, UpdateStep, make_optimizer
+
+LANES = "lanes"
+
+
+def make_update_step(env: Env, config: Config, module: nn.Module | None = None) -> UpdateStep:
+    """The update step of one pure environment, vmapped over environments and lanes.
+
+    Raises:
+      ConfigError: network and environment do not fit, or a name is not registered.
+    """
+    from jaxattr.attribution.filters import FILTERS
+    from jaxattr.attribution.targets import TARGETS
+    from jaxattr.config import near
+
+    if config.filter not in FILTERS:
+        raise ConfigError(f"unknown filter {config.filter!r}{near(config.filter, FILTERS)}")
+    if config.target not in TARGETS:
+        raise ConfigError(f"unknown target {config.target!r}{near(config.target, TARGETS)}")
+    nets = make_networks(env.spec, config, module)
+    if config.score_params != "policy":
+        shapes = jax.eval_shape(nets.init, jax.random.key(0))
+        _check_score_params(config.score_params, shapes)
+    collector = VmapCollector(env, config.num_envs, config.num_steps, cached_reset=config.reset == "cached")
+    return UpdateStep(config=config, nets=nets, collector=collector)
+
+
+def _check_score_params(pattern: str, params: Params) -> None:
+    import re
+
+    names = trees.paths(params)
+    try:
+        hits = [n for n in names if re.match(pattern, n)]
+    except re.error as error:
+        raise ConfigError(f"score_params is {pattern!r}: no regular expression ({error})") from None
+    if not hits:
+        raise ConfigError(f"score_params is {pattern!r}: matches none of {', '.join(names)}")
+
+
+def lane_settings(config: Config, lanes: int, sweep: Mapping[str, Sequence[float]] | None = None) -> Settings:
+    """Traced numbers with a leading lane axis (S,); `sweep` gives some of them one value per lane.
+
+    Raises:
+      ConfigError: a swept name is not a traced setting, a value is out of range, or a length is not `lanes`.
+    """
+    values: dict[str, Any] = config.settings()._asdict()
+    for name, per_lane in (sweep or {}).items():
+        if name not in values or name == "total_updates":
+            known = ", ".join(n for n in values if n != "total_updates")
+            raise ConfigError(f"{name!r} cannot differ between lanes of one run; these can: {known}")
+        if len(per_lane) != lanes:
+            raise ConfigError(f"sweep over {name} has {len(per_lane)} values for {lanes} lanes")
+        for value in per_lane:
+            check_number(name, value)
+        values[name] = np.asarray(per_lane, np.float32)
+    return Settings(**{k: jnp.broadcast_to(jnp.asarray(v, jnp.float32), (lanes,)) for k, v in values.items()})
+
+
+def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
+    """The state before the first round, one lane per seed. A lane depends on its own seed only.
+
+    Networks are initialised lane after lane: orthogonal matrices made in parallel under one jit can hang XLA's CPU
+    client for ever.
+    """
+    config, lanes = step.config, len(seeds)
+    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    split = jax.vmap(lambda k: jax.random.split(k, 3))(keys)
+    init = jax.jit(step.nets.init)
+    params = jax.tree.map(lambda *x: jnp.stack(x), *[init(split[i, 1]) for i in range(lanes)])
+
+    @jax.jit
+    def rest(params: Params, keys: Array) -> TrainState:
+        def opt_init(p: Params) -> Any:
+            return make_optimizer(config, config.settings(), 0.0).init(trees.flatten(p))
+
+        def tiled(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), tree)
+
+        return TrainState(
+            params=params,
+            opt_state=jax.vmap(opt_init)(params),
+            obs_stats=tiled(init_stats(step.collector.spec.obs_shape)),
+            reward_stats=tiled(init_stats(())),
+            discounted_return=jnp.zeros((lanes, config.num_envs), jnp.float32),
+            env_state=step.collector.init(keys[:, 2]),
+            key=keys[:, 0],
+            update=jnp.zeros(lanes, jnp.int32),
+            alive=jnp.ones(lanes, bool),
+        )
+
+    return rest(params, split)
+
+
+def lane_devices(lanes: int) -> list[jax.Device]:
+    """The most devices over which `lanes` spread evenly."""
+    devices = jax.devices()
+    count = max(d for d in range(1, min(len(devices), lanes) + 1) if lanes % d == 0)
+    return devices[:count]
+
+
+def spread_lanes(f: Any, lanes: int, in_lanes: Sequence[bool], out_axes: Any) -> Any:
+    """Run `f` on each device's share of the lanes (identity where one device has them all).
+
+    Args:
+      f: function of arrays with a leading lane axis.
+      lanes: S.
+      in_lanes: per argument, whether it has a lane axis (else it is the same everywhere).
+      out_axes: per output, the position of its lane axis.
+    """
+    devices = lane_devices(lanes)
+    if len(devices) == 1:
+        return f
+    mesh = jax.make_mesh((len(devices),), (LANES,), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+    in_specs = tuple(PartitionSpec(LANES) if has else PartitionSpec() for has in in_lanes)
+    out_specs = jax.tree.map(lambda axis: PartitionSpec(*([None] * axis), LANES), out_axes)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def place_lanes(tree: Any, lanes: int) -> Any:
+    """Put arrays with a leading lane axis where `spread_lanes` will want them."""
+    devices = lane_devices(lanes)
+    mesh = jax.make_mesh((len(devices),), (LANES,), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(LANES)))
+
+
+def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:
+    """The compiled unit of training: `chunk(state, settings, count) -> (state, metrics, last)`.
+
+    `count` <= `length` is traced, so ten updates, one update, or the rest after a resume all run the very same
+    machine code; metrics come back with leading axes (length, S), rows from `count` on are unset (zeros). `last` is
+    what `UpdateStep.round` says about the records of the last round.
+    """
+
+    def chunk(state: TrainState, settings: Settings, count: Array) -> tuple[TrainState, Metrics, Judged]:
+        _, one, records = jax.eval_shape(step.round, state, settings)
+        empty = lambda shapes, lead: jax.tree.map(lambda s: jnp.zeros((*lead, *s.shape), s.dtype), shapes)
+
+        def body(i: Array, carry: Any) -> Any:
+            state, buffer, _ = carry
+            state, metrics, judged = step.round(state, settings)
+            return state, jax.tree.map(lambda b, m: b.at[i].set(m), buffer, metrics), judged
+
+        return jax.lax.fori_loop(0, count, body, (state, empty(one, (length,)), empty(records, ())))
+
+    return jax.jit(spread_lanes(chunk, lanes, (True, True, False), (0, 1, 0)))
