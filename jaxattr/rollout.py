@@ -20,6 +20,10 @@ from jaxattr.ops.statistics import normalize
 from jaxattr.types import Array, EnvSpec, EpisodeStats, PRNGKey, Rollout, RunningStats, TrainState
 
 
+DRAW_AHEAD = 2**22
+"""Bytes of start states that a round may draw in one batch; the numbers are the same either way."""
+
+
 class Collector(Protocol):
     """Experience for all lanes at once (leading axis S everywhere)."""
 
@@ -105,9 +109,9 @@ class VmapCollector:
             return nets.distribution.sample(nets.policy(params, normalize(obs_stats, obs)), noise)
 
         def step(envs: VmapEnvState, inputs: Any):
-            noise, step_key, reset_key = inputs
+            noise, step_key, reset = inputs
             action = jax.vmap(act)(envs.obs, noise)
-            start = envs.first if self.cached_reset else jax.vmap(self.env.reset)(reset_key)
+            start = self._start(envs, reset)
             state, obs, result = jax.vmap(lambda k, s, a, r: auto_reset(self.env, k, s, a, r))(
                 step_key, envs.state, jax.vmap(nets.distribution.to_env)(action), start
             )
@@ -122,7 +126,8 @@ class VmapCollector:
             )
             return envs, row
 
-        envs, (obs, action, result, returns, lengths) = jax.lax.scan(step, envs, (noise, step_keys, reset_keys))
+        resets = self._resets(reset_keys)
+        envs, (obs, action, result, returns, lengths) = jax.lax.scan(step, envs, (noise, step_keys, resets))
         done = result.terminated | result.truncated
         episodes = EpisodeStats(
             count=jnp.sum(done, dtype=jnp.int32),
@@ -130,6 +135,20 @@ class VmapCollector:
             length_sum=jnp.sum(lengths).astype(jnp.float32),
         )
         return envs, finish_rollout(nets, params, obs_stats, obs, action, result, jnp.ones(shape, bool)), episodes
+
+    def _resets(self, keys: PRNGKey) -> Any:
+        """Fresh starts for every step that could need one, drawn in one batch where they are small; else the keys."""
+        if self.cached_reset:
+            return None
+        shapes = jax.tree.leaves(jax.eval_shape(self.env.reset, keys[0, 0]))
+        size = self.num_steps * self.num_envs * sum(x.size * x.dtype.itemsize for x in shapes)
+        return jax.vmap(jax.vmap(self.env.reset))(keys) if size <= DRAW_AHEAD else keys
+
+    def _start(self, envs: VmapEnvState, reset: Any) -> Any:
+        """(state, obs) of B environments, used by those whose episode just ended."""
+        if self.cached_reset:
+            return envs.first
+        return reset if isinstance(reset, tuple) else jax.vmap(self.env.reset)(reset)
 
 
 def finish_rollout(

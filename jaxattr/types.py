@@ -152,11 +152,13 @@ class Metrics:
     negative: Array  # () int32, valid records with score < 0
     leftover: Array  # () int32, kept records per epoch that fill no minibatch
     optimizer_steps: Array  # () int32
-    policy_loss: Array
+    # The next five are measured once, after the round, over all its valid records with the new parameters. (Summing
+    # them up in every minibatch would cost more than a tenth of the round.)
+    policy_loss: Array  # with advantages standardised over the buffer
     value_loss: Array
     entropy: Array  # nats
     approx_kl: Array  # nats, mean of (ratio - 1) - log ratio
-    clip_fraction: Array  # share of minibatch rows whose ratio left [1 - clip, 1 + clip]
+    clip_fraction: Array  # share of records whose ratio left [1 - clip, 1 + clip]
     explained_variance: Array  # 1 - Var(return - value) / Var(return), collecting critic
     grad_norm: Array  # mean over minibatches, before clipping
     score_mean: Array

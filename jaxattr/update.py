@@ -53,15 +53,22 @@ class Judged(NamedTuple):
     weights: Array  # (N,) float32, 0 = dropped
 
 
-class Training(NamedTuple):
-    """Outcome of the optimisation epochs: means over all minibatches."""
+class Terms(NamedTuple):
+    """Parts of PPO's loss, of one record or averaged."""
 
     policy_loss: Array
     value_loss: Array
     entropy: Array
     kl: Array
     clipped: Array
-    grad_norm: Array
+
+
+class Training(NamedTuple):
+    """What the optimisation epochs did."""
+
+    leftover: Array  # () int32, kept records per epoch that fill no minibatch
+    steps: Array  # () int32, optimiser steps
+    grad_norm: Array  # () mean over minibatches, before clipping
 
 
 def make_optimizer(config: Config, settings: Settings, learning_rate: Array | float) -> optax.GradientTransformation:
@@ -112,7 +119,7 @@ class UpdateStep:
         records, reward_stats, discounted = self.advantages(state, rollout, settings)
         scores, direction_norm = self.score(state, records, key_score, settings)
         weights = self.filter(state, records, scores, key_filter, settings)
-        params, opt_state, training, counts = self.optimize(state, records, weights, key_epochs, settings)
+        params, opt_state, training = self.optimize(state, records, weights, key_epochs, settings)
 
         obs_stats = state.obs_stats
         if self.config.normalize_obs:
@@ -130,7 +137,7 @@ class UpdateStep:
         judged = Judged(records, scores, weights)
         return (
             new,
-            self._metrics(state, new, rollout, judged, direction_norm, training, counts, episodes, settings),
+            self._metrics(state, new, rollout, judged, direction_norm, training, episodes, settings),
             judged,
         )
 
@@ -212,8 +219,8 @@ class UpdateStep:
 
     def optimize(
         self, state: TrainState, records: Records, weights: Array, key: PRNGKey, settings: Settings
-    ) -> tuple[Params, Any, Training, tuple[Array, Array]]:
-        """Epochs x minibatches on the records of positive weight. Returns also (leftover, optimiser steps)."""
+    ) -> tuple[Params, Any, Training]:
+        """Epochs x minibatches on the records of positive weight."""
         c, n = self.config, weights.shape[0]
         everything = c.filter == "none" and self.collector.all_valid
         keep = None if everything else weights > 0
@@ -233,50 +240,52 @@ class UpdateStep:
             data = (records.replace(advantage=standardize(records.advantage, weights > 0)), data[1])
 
         def step(j: Array, carry: Any) -> Any:
-            flat, opt_state, total = carry
+            flat, opt_state, norms = carry
             epoch, position = j // per_epoch, (j % per_epoch) * c.minibatch_size
             if matched:  # go on through the kept records a second time
                 rows = order[epoch, (position + jnp.arange(c.minibatch_size)) % kept]
             else:
                 rows = jax.lax.dynamic_slice(order, (epoch, position), (1, c.minibatch_size))[0]
             batch = jax.tree.map(lambda x: x[rows], data)
-            grads, terms = jax.grad(self._loss, has_aux=True)(unflatten(flat), *batch, settings)
-            flat_grads = trees.flatten(grads)
-            change, opt_state = optimizer.update(flat_grads, opt_state)
-            terms = jnp.append(terms, jnp.linalg.norm(flat_grads))
-            return flat + change, opt_state, total + terms
+            grads = trees.flatten(jax.grad(self._loss)(unflatten(flat), *batch, settings))
+            change, opt_state = optimizer.update(grads, opt_state)
+            return flat + change, opt_state, norms + jnp.linalg.norm(grads)
 
-        start = (trees.flatten(state.params), state.opt_state, jnp.zeros(len(Training._fields)))
-        flat, opt_state, total = jax.lax.fori_loop(0, steps, step, start)
-        training = Training(*(total / jnp.maximum(steps, 1)))
-        leftover = jnp.asarray(kept - jnp.minimum(kept, per_epoch * c.minibatch_size), jnp.int32)
-        return unflatten(flat), opt_state, training, (leftover, jnp.asarray(steps, jnp.int32))
+        start = (trees.flatten(state.params), state.opt_state, jnp.float32(0.0))
+        flat, opt_state, norms = jax.lax.fori_loop(0, steps, step, start)
+        training = Training(
+            leftover=jnp.asarray(kept - jnp.minimum(kept, per_epoch * c.minibatch_size), jnp.int32),
+            steps=jnp.asarray(steps, jnp.int32),
+            grad_norm=norms / jnp.maximum(steps, 1),
+        )
+        return unflatten(flat), opt_state, training
 
-    def _loss(self, params: Params, batch: Records, weights: Array | None, settings: Settings) -> tuple[Array, Array]:
-        """PPO's loss over one minibatch: the mean of the records' losses. Returns (loss, terms to watch)."""
+    def _loss(self, params: Params, batch: Records, weights: Array | None, settings: Settings) -> Array:
+        """PPO's loss over one minibatch: the mean of the records' losses."""
         advantage = batch.advantage
         if self.config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
+        terms = jax.vmap(lambda r, a: self._record_terms(params, r, a, settings))(batch, advantage)
+        loss = terms.policy_loss + settings.vf_coef * terms.value_loss - settings.ent_coef * terms.entropy
+        return jnp.mean(loss if weights is None else loss * weights)
+
+    def _record_terms(self, params: Params, record: Records, advantage: Array, settings: Settings) -> Terms:
+        """What ONE record contributes to the loss, and how far its ratio moved."""
+        head, value = self.nets.apply(params, record.obs)
+        log_ratio = self.nets.distribution.log_prob(head, record.action) - record.log_prob
+        policy, kl, clipped = losses.clipped_policy_loss(log_ratio, advantage, settings.clip_range)
         value_clip = None if self.config.value_clip_range is None else settings.value_clip_range
+        error = losses.value_loss(value, record.value, record.return_, value_clip)
+        return Terms(policy, error, self.nets.distribution.entropy(head, record.action), kl, clipped)
 
-        def record_terms(record: Records, advantage: Array) -> tuple[Array, ...]:
-            head, value = self.nets.apply(params, record.obs)
-            log_ratio = self.nets.distribution.log_prob(head, record.action) - record.log_prob
-            policy, kl, clipped = losses.clipped_policy_loss(log_ratio, advantage, settings.clip_range)
-            error = losses.value_loss(value, record.value, record.return_, value_clip)
-            return policy, error, self.nets.distribution.entropy(head, record.action), kl, clipped
-
-        terms = jnp.stack(jax.vmap(record_terms)(batch, advantage))  # (5, M)
-        if weights is not None:
-            terms = terms * weights
-        means = jnp.mean(terms, axis=1)
-        return means[0] + settings.vf_coef * means[1] - settings.ent_coef * means[2], means
-
-    def _metrics(self, state, new, rollout, judged, direction_norm, training, counts, episodes, settings) -> Metrics:
+    def _metrics(self, state, new, rollout, judged, direction_norm, training, episodes, settings) -> Metrics:
         records, scores, weights = judged
         valid, count = records.valid, jnp.maximum(episodes.count, 1)
         scored = self.config.needs_scores
         finished = episodes.count > 0
+        advantage = standardize(records.advantage, valid)
+        terms = jax.vmap(lambda r, a: self._record_terms(new.params, r, a, settings))(records, advantage)
+        terms = jax.tree.map(lambda x: jnp.mean(x, where=valid), terms)
         code, index = self._first_nonfinite(rollout, judged, new)
         of_valid = jnp.where(valid, scores, jnp.nan)
         spread = jnp.var(records.return_, where=valid)
@@ -293,13 +302,13 @@ class UpdateStep:
             kept=kept,
             dropped=total - kept,
             negative=jnp.sum((scores < 0) & valid, dtype=jnp.int32),
-            leftover=counts[0],
-            optimizer_steps=counts[1],
-            policy_loss=training.policy_loss,
-            value_loss=training.value_loss,
-            entropy=training.entropy,
-            approx_kl=training.kl,
-            clip_fraction=training.clipped,
+            leftover=training.leftover,
+            optimizer_steps=training.steps,
+            policy_loss=terms.policy_loss,
+            value_loss=terms.value_loss,
+            entropy=terms.entropy,
+            approx_kl=terms.kl,
+            clip_fraction=terms.clipped,
             explained_variance=jnp.where(spread > 0, 1.0 - residual / spread, jnp.nan),
             grad_norm=training.grad_norm,
             score_mean=jnp.nanmean(of_valid) if scored else jnp.float32(jnp.nan),
