@@ -135,11 +135,8 @@ class UpdateStep:
             update=state.update + 1,
         )
         judged = Judged(records, scores, weights)
-        return (
-            new,
-            self._metrics(state, new, rollout, judged, direction_norm, training, episodes, settings),
-            judged,
-        )
+        metrics = self._metrics(state, new, rollout, judged, direction_norm, training, episodes, settings)
+        return new, metrics, judged
 
     def advantages(
         self, state: TrainState, rollout: Rollout, settings: Settings
@@ -227,7 +224,11 @@ class UpdateStep:
         kept = n if everything else jnp.sum(keep, dtype=jnp.int32)
         order = self.shuffle(key, n, c.num_epochs, keep)
         matched = c.training == "step_matched" and not everything
-        per_epoch = c.minibatches_per_epoch if matched or everything else kept // c.minibatch_size
+        per_epoch: Any = c.minibatches_per_epoch
+        if matched:  # a rule that keeps less than one minibatch means no step, here as in compact training
+            per_epoch = jnp.where(kept >= c.minibatch_size, per_epoch, 0)
+        elif not everything:
+            per_epoch = kept // c.minibatch_size
         steps = c.num_epochs * per_epoch
 
         learning_rate = settings.learning_rate
