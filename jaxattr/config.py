@@ -171,7 +171,8 @@ class Config:
         values: dict[str, Any] = {name: getattr(self, name) for name in TRACED}
         for name in ("max_grad_norm", "value_clip_range"):
             values[name] = math.inf if values[name] is None else values[name]
-        return Settings(**values, total_updates=float(self.total_updates))
+        values["total_updates"] = float(self.total_updates)
+        return Settings(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values; `Config.from_dict` is the inverse."""

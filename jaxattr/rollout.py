@@ -19,7 +19,6 @@ from jaxattr.networks import Networks
 from jaxattr.ops.statistics import normalize
 from jaxattr.types import Array, EnvSpec, EpisodeStats, PRNGKey, Rollout, RunningStats, TrainState
 
-
 DRAW_AHEAD = 2**22
 """Bytes of start states that a round may draw in one batch; the numbers are the same either way."""
 
@@ -46,8 +45,7 @@ class Collector(Protocol):
         ...
 
 
-@struct.dataclass
-class VmapEnvState:
+class VmapEnvState(struct.PyTreeNode):
     """B running environments of one lane."""
 
     state: Any  # (B, ...)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattr.attribution.estimators import Estimator, per_sample_scores
+from jaxattr.attribution.filters import Rule
 from jaxattr.envs.base import Box, Discrete, Env, EnvSpec, Step, auto_reset
-from jaxattr.types import Array, PRNGKey
+from jaxattr.types import Array, Params, PRNGKey, Records
 
 
 def check_env(env: Env, *, steps: int = 200, seed: int = 0, plain: bool = True) -> None:
@@ -139,3 +142,200 @@ def _assert_equal(got: Any, want: Any, message: str, rtol: float = 1e-4) -> None
         else:
             equal = np.allclose(a, b, rtol=rtol, atol=rtol, equal_nan=True)
         assert equal, message
+
+
+# -- estimators -----------------------------------------------------------------------------------------------
+
+
+def check_estimator(estimator: Estimator, *, seed: int = 0) -> None:
+    """Check that `estimator` gives the numbers that define a score, on 11 records of a small softmax policy.
+
+    Checked: shape, dtype and working under jit; agreement with `per_sample_scores` (1e-4 of the largest score) and
+    with a central finite difference along the direction, in NumPy and float64; every chunk size; records in another
+    order get the same scores in that order; a record's score does not depend on the other records.
+
+    Args:
+      estimator: `(objective, params, records, direction, chunk_size) -> (N,)`.
+      seed: of the problem.
+
+    Raises:
+      AssertionError: a point of the contract is broken.
+    """
+    name = _name_of(estimator)
+    n = 11
+    params, direction, records = _tiny_problem(n, seed)
+
+    def run(records: Any, chunk_size: int | None) -> np.ndarray:
+        score = jax.jit(lambda p, r, d: estimator(_tiny_objective, p, r, d, chunk_size))
+        out = _under_jit(name, score, params, records, direction)
+        want, got = f"float32({n},)", f"{out.dtype.name}{out.shape}".replace(" ", "")
+        assert got == want, f"{name}: scores are {got} at chunk_size {chunk_size}, must be {want}"
+        return np.asarray(out)
+
+    scores = run(records, None)
+    exact = np.asarray(per_sample_scores(_tiny_objective, params, records, direction, None))
+    _assert_close(scores, exact, f"{name}: the scores differ from per_sample's")
+    _assert_close(
+        scores, _tiny_slopes(params, records, direction), f"{name}: the scores differ from finite differences"
+    )
+    for chunk_size in (1, 4, n, n + 5):
+        _assert_close(run(records, chunk_size), scores, f"{name}: chunk_size {chunk_size} changes the scores")
+    order = np.random.default_rng(seed).permutation(n)
+    moved = run(jax.tree.map(lambda x: x[order], records), None)
+    _assert_close(moved, scores[order], f"{name}: the scores depend on the order of the records")
+    obs, action, advantage = records
+    other = run((obs.at[0].add(1.0), action, advantage.at[0].mul(-3.0)), None)
+    _assert_close(other[1:], scores[1:], f"{name}: a record's score depends on another record")
+
+
+def _tiny_problem(n: int, seed: int) -> tuple[Params, Params, Any]:
+    """(params, direction, (obs, action, advantage)): a tanh layer and a softmax over four actions."""
+    rng = np.random.default_rng(seed)
+
+    def draw() -> Params:
+        sizes = {"kernel": (3, 5), "bias": (5,), "out": (5, 4)}
+        return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sizes.items()}
+
+    obs, advantage = rng.normal(size=(n, 3)), rng.normal(size=n)
+    records = jnp.asarray(obs, jnp.float32), jnp.asarray(rng.integers(4, size=n)), jnp.asarray(advantage, jnp.float32)
+    return draw(), draw(), records
+
+
+def _tiny_objective(params: Params, record: tuple[Array, Array, Array]) -> Array:
+    """A log pi(a|s) of one record."""
+    obs, action, advantage = record
+    logits = jnp.tanh(obs @ params["kernel"] + params["bias"]) @ params["out"]
+    return advantage * jax.nn.log_softmax(logits)[action]
+
+
+def _tiny_slopes(params: Params, records: Any, direction: Params, step: float = 1e-5) -> np.ndarray:
+    """(objective(params + h d) - objective(params - h d)) / 2h of every record, without JAX and in float64."""
+    obs, action, advantage = (np.asarray(x) for x in records)
+
+    def values(h: float) -> np.ndarray:
+        at = {k: np.asarray(v, np.float64) + h * np.asarray(direction[k], np.float64) for k, v in params.items()}
+        logits = np.tanh(obs @ at["kernel"] + at["bias"]) @ at["out"]
+        log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+        return advantage * log_p[np.arange(len(action)), action]
+
+    return (values(step) - values(-step)) / (2 * step)
+
+
+# -- filter rules ---------------------------------------------------------------------------------------------
+
+
+def check_filter(rule: Rule, *, min_keep: int = 8, seed: int = 0) -> None:
+    """Check that a filter rule keeps its contract, on 40 made-up records and a range of awkward scores.
+
+    Checked for mixed, tied, equal, all negative, all positive, all zero and NaN scores, with all, some, fewer than
+    `min_keep` and no valid rows, and p = 0, 0.3, 1: weights (N,), finite and >= 0; invalid rows 0; at least `min_keep`
+    records (or all valid ones, if fewer) stay. Then: a score of 0 is not treated as negative; equal results without
+    jit and under vmap; and, if the rule draws no random numbers, records in another order get the same weights.
+
+    Args:
+      rule: `(scores, records, key, round, p, min_keep) -> (N,)`.
+      min_keep: 1 to 32.
+      seed: of scores, records and key.
+
+    Raises:
+      AssertionError: a point of the contract is broken.
+    """
+    name, n = _name_of(rule), 40
+    assert 1 <= min_keep <= 32, f"min_keep is {min_keep}: this check needs 1 to 32"
+    rng = np.random.default_rng(seed)
+    key = jax.random.key(seed)
+    records = _made_up_records(n, rng)
+    plain = lambda s, r, k, round, p: rule(s, r, k, round, p, min_keep)
+    jitted = jax.jit(plain)
+
+    def run(scores: Any, valid: Any = None, p: float = 0.3, k: PRNGKey = key, r: Records = records) -> np.ndarray:
+        r = r.replace(valid=jnp.ones(n, bool) if valid is None else jnp.asarray(valid))
+        out = _under_jit(name, jitted, jnp.asarray(scores, jnp.float32), r, k, jnp.int32(1), jnp.float32(p))
+        good = out.shape == (n,) and jnp.issubdtype(out.dtype, jnp.floating)
+        assert good, f"{name}: weights are {out.dtype.name}{out.shape}, must be float32({n},)"
+        return np.asarray(out)
+
+    mixed = rng.normal(size=n)
+    some = rng.permutation(n) < 34
+    for label, scores in (
+        ("mixed scores", mixed),
+        ("tied scores", rng.integers(-2, 2, size=n)),
+        ("equal negative scores", np.full(n, -1.0)),
+        ("only negative scores", -np.abs(mixed) - 0.1),
+        ("only positive scores", np.abs(mixed) + 0.1),
+        ("only zero scores", np.zeros(n)),
+        ("NaN scores", np.where(rng.permutation(n) < 5, np.nan, mixed)),
+        ("nothing but NaN scores", np.full(n, np.nan)),
+    ):
+        for rows, valid in (
+            ("all rows valid", np.ones(n, bool)),
+            ("some rows invalid", some),
+            ("fewer valid rows than min_keep", np.arange(n) == n // 2),
+            ("no valid row", np.zeros(n, bool)),
+        ):
+            for p in (0.0, 0.3, 1.0):
+                where = f"{name}, {label}, {rows}, p = {p:g}"
+                weights = run(scores, valid, p)
+                assert np.all(np.isfinite(weights)), f"{where}: a weight is not finite"
+                assert np.all(weights >= 0), f"{where}: a weight is negative"
+                assert np.all(weights[~valid] == 0), f"{where}: an invalid row has a weight other than 0"
+                kept, least = np.sum(weights > 0), min(min_keep, valid.sum())
+                assert kept >= least, f"{where}: {kept} records stay, must be {least} or more"
+
+    for p in (0.3, 1.0):
+        with_zero = np.where(mixed == np.min(mixed[mixed > 0]), 0.0, mixed)  # smallest positive -> 0: order unchanged
+        same = np.array_equal(run(mixed, p=p) > 0, run(with_zero, p=p) > 0)
+        assert same, f"{name}: a score of 0 is treated as negative (p = {p:g})"
+
+    arguments = (jnp.asarray(mixed, jnp.float32), records, key, jnp.int32(1), jnp.float32(0.3))
+    weights = run(mixed)
+    _assert_close(plain(*arguments), weights, f"{name}: the weights differ without jit")
+    lanes = jax.jit(jax.vmap(plain))(*jax.tree.map(lambda x: jnp.stack([x, x]), arguments))
+    _assert_close(lanes, np.stack([weights, weights]), f"{name}: the weights differ under vmap")
+    draws = any(not np.array_equal(run(mixed, k=jax.random.fold_in(key, i)), weights) for i in range(3))
+    if not draws:
+        order = rng.permutation(n)
+        moved = run(mixed[order], r=jax.tree.map(lambda x: x[order], records))
+        _assert_close(moved, weights[order], f"{name}: the weights depend on the order of the records")
+
+
+def _made_up_records(n: int, rng: np.random.Generator) -> Records:
+    number = lambda *shape: jnp.asarray(rng.normal(size=(n, *shape)), jnp.float32)
+    value, advantage = number(), number()
+    terminated = jnp.asarray(rng.random(n) < 0.1)
+    return Records(
+        obs=number(3),
+        action=jnp.asarray(rng.integers(4, size=n), jnp.int32),
+        log_prob=-jnp.abs(number()),
+        value=value,
+        reward=number(),
+        advantage=advantage,
+        return_=advantage + value,
+        td_error=number(),
+        terminated=terminated,
+        truncated=jnp.zeros(n, bool),
+        valid=jnp.ones(n, bool),
+    )
+
+
+def _name_of(part: Any) -> str:
+    return getattr(part, "__name__", type(part).__name__)
+
+
+def _under_jit(name: str, f: Callable[..., Any], *args: Any) -> Array:
+    try:
+        out = f(*args)
+    except Exception as error:  # whatever an extender's code raises becomes one line
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise AssertionError(f"{name}: fails under jit: {type(error).__name__}: {line}") from error
+    assert isinstance(out, jax.Array), f"{name}: returns {type(out).__name__}, must be an array"
+    return out
+
+
+def _assert_close(got: Any, want: Any, message: str) -> None:
+    """Largest difference at most 1e-4 of the largest wanted number."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{message}: shape {got.shape} instead of {want.shape}"
+    error = np.max(np.abs(got - want), initial=0.0)
+    allowed = 1e-4 * np.max(np.abs(want), initial=0.0)
+    assert error <= allowed, f"{message}: by up to {error:.3g}, of {np.max(np.abs(want), initial=0.0):.3g}"

@@ -111,7 +111,7 @@ def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
     return rest(params, split)
 
 
-def lane_devices(lanes: int) -> list[jax.Device]:
+def lane_devices(lanes: int) -> list[Any]:
     """The most devices over which `lanes` spread evenly."""
     devices = jax.devices()
     count = max(d for d in range(1, min(len(devices), lanes) + 1) if lanes % d == 0)

@@ -70,8 +70,7 @@ class Settings(NamedTuple):
     total_updates: Array  # length of the linear schedules
 
 
-@struct.dataclass
-class RunningStats:
+class RunningStats(struct.PyTreeNode):
     """Mean and variance of everything seen so far, one value per observation entry (no batch axis)."""
 
     mean: Array  # (*obs_shape,) float32
@@ -79,8 +78,7 @@ class RunningStats:
     count: Array  # () uint32, saturates at 2**32 - 1
 
 
-@struct.dataclass
-class Rollout:
+class Rollout(struct.PyTreeNode):
     """What one round of collection hands to the learner, in time order.
 
     A backend that cannot be vmapped (a stateful pool, a host loop) hands in the same thing; rows that are no
@@ -98,8 +96,7 @@ class Rollout:
     valid: Array  # (T, B) bool, False = this row is no record
 
 
-@struct.dataclass
-class EpisodeStats:
+class EpisodeStats(struct.PyTreeNode):
     """Sums over the episodes that *finished* in a round (each counted once, in the round it ended)."""
 
     count: Array  # () int32
@@ -107,8 +104,7 @@ class EpisodeStats:
     length_sum: Array  # () float32
 
 
-@struct.dataclass
-class Records:
+class Records(struct.PyTreeNode):
     """The buffer of a round as a flat list, record i = (t, b) with i = t * B + b."""
 
     obs: Array  # (N, *obs_shape) float32, as the network sees it (normalised with the round's frozen statistics)
@@ -124,8 +120,7 @@ class Records:
     valid: Array  # (N,) bool
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything a lane needs to go on exactly where it stopped."""
 
     params: Params
@@ -139,8 +134,7 @@ class TrainState:
     alive: Array  # () bool, False once a non-finite value stopped this lane
 
 
-@struct.dataclass
-class Metrics:
+class Metrics(struct.PyTreeNode):
     """What every update reports. Floats are NaN where there is nothing to report (never a false 0)."""
 
     episodes: Array  # () int32, episodes finished in this round

@@ -142,6 +142,8 @@ class UpdateStep:
         self, state: TrainState, rollout: Rollout, settings: Settings
     ) -> tuple[Records, RunningStats, Array]:
         """Rollout -> records with GAE advantages; also the reward statistics after this round."""
+        if not self.collector.all_valid:
+            rollout = _blank(rollout)
         reward, stats, discounted = rollout.reward, state.reward_stats, state.discounted_return
         if self.config.normalize_reward:
             done = rollout.terminated | rollout.truncated
@@ -160,7 +162,7 @@ class UpdateStep:
             rollout.value,
             rollout.next_value,
             rollout.terminated,
-            rollout.truncated,
+            rollout.truncated | ~rollout.valid,  # a row that is no record ends the sums before it
             settings.gamma,
             settings.gae_lambda,
         )
@@ -221,7 +223,7 @@ class UpdateStep:
         c, n = self.config, weights.shape[0]
         everything = c.filter == "none" and self.collector.all_valid
         keep = None if everything else weights > 0
-        kept = n if everything else jnp.sum(keep, dtype=jnp.int32)
+        kept = n if keep is None else jnp.sum(keep, dtype=jnp.int32)
         order = self.shuffle(key, n, c.num_epochs, keep)
         matched = c.training == "step_matched" and not everything
         per_epoch: Any = c.minibatches_per_epoch
@@ -352,3 +354,12 @@ class UpdateStep:
             )
             return tree_select(good, new, restart)
         return tree_select(good, new, old).replace(alive=good)
+
+
+def _blank(rollout: Rollout) -> Rollout:
+    """Zeros in the rows that are no records: whatever a backend left there (NaN too) reaches no sum and no gradient."""
+
+    def leaf(x: Array) -> Array:
+        return jnp.where(rollout.valid.reshape(rollout.valid.shape + (1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
+
+    return jax.tree.map(leaf, rollout)

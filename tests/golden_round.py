@@ -99,7 +99,7 @@ class GoldenRound:
         next_value = np.append(d["value"][1:], self.data["last_bootstrap"]).astype(np.float32)
         # An episode ends where the next one starts; whether the last step ended one is already in last_bootstrap.
         terminated = np.append(d["episode_start"][1:] > 0, False)
-        column = lambda x: jnp.asarray(x)[:, None]  # noqa: E731
+        column = lambda x: jnp.asarray(x)[:, None]
         return Rollout(
             obs=column(d["obs"]),
             action=column(d["action"]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxattr.types import Array, PRNGKey, Records
@@ -27,11 +28,11 @@ class Rule(Protocol):
 def drop_count(scores: Array, valid: Array, p: Array | float, min_keep: int = 0) -> Array:
     """floor(p * number of valid negatives), at most what leaves `min_keep` records; () int32.
 
-    Products within 1e-6 (relative) of a whole number count as that number: 0.3 * 10 is 3, also in float32.
+    Products within 3e-7 (relative, a few float32 roundings) of a whole number count as that number: 0.3 * 10 is 3.
     """
     negative = jnp.sum((scores < 0) & valid)
     product = jnp.asarray(p, jnp.float32) * negative.astype(jnp.float32)
-    count = jnp.floor(product * (1.0 + 1e-6)).astype(jnp.int32)
+    count = jnp.floor(product * (1.0 + 3e-7)).astype(jnp.int32)
     return jnp.clip(count, 0, jnp.maximum(jnp.sum(valid) - min_keep, 0)).astype(jnp.int32)
 
 
@@ -114,13 +115,14 @@ def keep_mask(scores: Any, *, rule: str = "iif", p: float = 0.125, key: PRNGKey 
         raise ValueError(f"scores have shape {scores.shape}: must be (N,)")
     if rule not in FILTERS:
         raise ValueError(f"rule is {rule!r}: must be one of {', '.join(FILTERS)}")
-    if isinstance(p, (int, float)) and not 0 <= p <= 1:
+    if not isinstance(p, jax.core.Tracer) and not 0 <= p <= 1:
         raise ValueError(f"p is {p}: must be in [0, 1]")
     if rule == "random" and key is None:
         raise ValueError("rule 'random' needs a key")
     _check_finite("score", scores)
     key = jax.random.key(0) if key is None else key
-    weights = FILTERS[rule](scores, _Only(jnp.ones(scores.shape, bool)), key, jnp.int32(0), jnp.float32(p), 0)
+    records: Any = _Only(jnp.ones(scores.shape, bool))
+    weights = FILTERS[rule](scores, records, key, jnp.int32(0), jnp.float32(p), 0)
     return weights > 0
 
 
@@ -129,3 +131,6 @@ class _Only:
 
     def __init__(self, valid: Array):
         self.valid = valid
+
+    def __getattr__(self, name: str) -> Array:
+        raise ValueError(f"this rule reads records.{name}: keep_mask knows scores only, use it in the trainer")

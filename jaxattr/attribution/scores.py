@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -123,7 +124,8 @@ def influence_scores(
       ddof: 0 or 1, for the standard deviation; 1e-8 is added to it.
       target_normalize: standardise the advantages in f_ret over the buffer (default: raw, as published).
       ent_coef: weight of the entropy bonus; needs `entropy_fn`.
-      entropy_fn: (params, obs_i) -> () entropy in nats, for ONE record.
+      entropy_fn: (params, obs_i) -> () entropy in nats, for ONE record (an entropy that is estimated from the action
+        taken, as a squashed Gaussian's, only exists in the trainer).
       entropy_scale: `record`, or `published`: the authors' code adds the *mean* entropy to a *sum* of policy terms.
       chunk_size: records at a time; bounds memory, never changes a number. None: all (jvp), 256 (per_sample).
 

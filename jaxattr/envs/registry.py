@@ -48,7 +48,8 @@ def make(env_id: str, env_args: Mapping[str, Any] | Iterable[tuple[str, Any]] = 
     Raises:
       ConfigError: an unknown id (near names are listed), or an option that the environment does not have.
     """
-    pairs = list(env_args.items() if isinstance(env_args, Mapping) else env_args)
+    given: Any = env_args.items() if isinstance(env_args, Mapping) else env_args
+    pairs: list[tuple[str, Any]] = list(given)
     options = dict(pairs)
     if len(options) < len(pairs):
         raise ConfigError(f"{env_id}: an option is given twice: {', '.join(name for name, _ in pairs)}")

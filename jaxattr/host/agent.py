@@ -73,7 +73,7 @@ class Agent:
         """Write one `.npz` file (arrays and a JSON description; nothing is pickled), atomically."""
         path = Path(path).with_suffix(".npz")
         meta = {"format": FORMAT, "env_id": self.env_id, "seed": self.seed, "config": self.config.to_dict()}
-        arrays = {
+        arrays: dict[str, Any] = {
             f"params/{n}": np.asarray(x)
             for n, x in zip(trees.paths(self.params), jax.tree.leaves(self.params), strict=True)
         }

@@ -51,7 +51,7 @@ def from_plain(plain: Any, like: Any) -> Any:
 
     def leaf(name: str, x: Any, y: Any) -> Any:
         if isinstance(y, jax.Array) and jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(np.asarray(x), impl=jax.random.key_impl(y))
+            return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=jax.random.key_impl(y))
         if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, expected {y.dtype}{list(y.shape)}")
         return jax.numpy.asarray(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     base = _base(argv)
-    args = tyro.cli(Train, prog="jaxattr train", args=argv, default=Train(env=base.env, settings=base.config))
+    args = _parse("train", argv, Train(env=base.env, settings=base.config))
     use_all_cores(args.seeds if base.seeds is None else len(base.seeds))
     from jaxattr.host.run import Stopped
     from jaxattr.host.runner import Session
@@ -183,7 +185,7 @@ def _train(argv: list[str]) -> int:
 
 def _compare(argv: list[str]) -> int:
     base = _base(argv)
-    args = tyro.cli(Compare, prog="jaxattr compare", args=argv, default=Compare(env=base.env, settings=base.config))
+    args = _parse("compare", argv, Compare(env=base.env, settings=base.config))
     use_all_cores(args.seeds)
     from jaxattr.host.compare import compare
 
@@ -302,6 +304,22 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no run and no configuration file") from None
     except ValueError as error:
         raise ConfigError(f"{file}: not readable ({error})") from None
+
+
+def _parse(command: str, argv: list[str], default: Any) -> Any:
+    """tyro's parser; but a setting that cannot work is one line of ours instead of its box of several."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(type(default), prog=f"jaxattr {command}", args=argv, default=default)
+    except SystemExit as stop:
+        error: BaseException | None = stop
+        while error is not None:
+            if isinstance(error, ConfigError):
+                raise ConfigError(str(error)) from None
+            error = error.__context__
+        sys.stderr.write(shown.getvalue())
+        raise
 
 
 def _flat(name: str) -> dict[str, Any]:

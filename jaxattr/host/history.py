@@ -34,7 +34,7 @@ class History:
         start = sum(len(x) for x in self.parts.get("kept", []))
         for t in range(len(stopped)):
             stopped[t] = self._dead
-            for lane in np.flatnonzero((columns["nonfinite"][t] != 0) & ~self._dead):
+            for lane in map(int, np.flatnonzero((columns["nonfinite"][t] != 0) & ~self._dead)):
                 self._fresh.append(
                     (start + t + 1, lane, int(columns["nonfinite"][t, lane]), int(columns["nonfinite_index"][t, lane]))
                 )

@@ -16,7 +16,7 @@ from jaxattr.config import ConfigError
 from jaxattr.host.checkpoint import write_text
 from jaxattr.types import NONFINITE_FIELDS
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "seed",
     "update",
     "env_steps",

@@ -252,7 +252,7 @@ class Session:
         c = self.config
         device = jax.devices()[0]
         spread = len(lane_devices(len(self.seeds)))
-        precision = jax.config.jax_default_matmul_precision or "default"
+        precision = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
         notes = [f"reset {c.reset}", *self.env.spec.notes]
         what = c.filter + (f" p={c.p:g} ({c.training})" if c.filter not in ("none",) else "")
         return [
@@ -333,7 +333,7 @@ class Session:
             "eval_episodes": self.config.eval_episodes,
             "stopped_seeds": [s for s, a in zip(self.seeds, np.asarray(run.state.alive), strict=True) if not a],
             "params_sha256": params,
-            "matmul_precision": jax.config.jax_default_matmul_precision or "default",
+            "matmul_precision": jax.config.jax_default_matmul_precision or "default",  # pyright: ignore
             "device": f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform}) x "
             f"{len(lane_devices(len(self.seeds)))}",
             "xla_flags": os.environ.get("XLA_FLAGS", ""),

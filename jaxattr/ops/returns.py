@@ -43,7 +43,8 @@ def gae(
 
     def backward(following, step):
         delta, keep = step
-        advantage = delta + keep * following
+        # A cut keeps out whatever follows, also a NaN that 0 * NaN would let through.
+        advantage = delta + jnp.where(keep > 0, keep * following, 0.0)
         return advantage, advantage
 
     _, advantage = jax.lax.scan(backward, jnp.zeros_like(td_error[0]), (td_error, decay), reverse=True)

@@ -22,6 +22,7 @@ def standardize(x: Array, weights: Array | None = None, ddof: int = 1) -> Array:
       (N,). Fewer than two entries have no spread: they come out as 0, never as NaN.
     """
     mask = jnp.ones_like(x) if weights is None else weights.astype(x.dtype)
+    x = x if weights is None else jnp.where(mask > 0, x, 0.0)  # what takes no part may be NaN
     count = jnp.sum(mask)
     mean = jnp.sum(x * mask) / jnp.maximum(count, 1)
     centred = (x - mean) * mask

@@ -25,7 +25,7 @@ def unflattener(tree: Params) -> Callable[[Array], Params]:
 
 def dot(a: Params, b: Params) -> Array:
     """Sum over leaves of <a, b>."""
-    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return jnp.asarray(sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)))
 
 
 def norm(tree: Params) -> Array:
