@@ -50,7 +50,7 @@ def programs(obs_size: int, hidden: tuple[int, ...], actions: int, n: int) -> di
     def ppo_loss(params, obs, act, advantage, old):
         def one(o, a, adv, old):
             head, value = nets.apply(params, o)
-            loss, *_ = clipped_policy_loss(nets.distribution.log_prob(head, a) - old, adv, 0.2)
+            loss, *_ = clipped_policy_loss(nets.distribution.log_prob(head, a) - old, adv, jnp.float32(0.2))
             return loss + 0.5 * (value - adv) ** 2
 
         return jnp.mean(jax.vmap(one)(obs, act, advantage, old))

@@ -17,7 +17,7 @@ from jaxattr.networks import make_networks
 from jaxattr.ops import trees
 from jaxattr.ops.statistics import init_stats
 from jaxattr.rollout import VmapCollector
-from jaxattr.types import Array, Metrics, Params, Settings, TrainState
+from jaxattr.types import Array, Box, Discrete, Metrics, Params, Settings, TrainState
 from jaxattr.update import Judged, UpdateStep, make_optimizer
 
 LANES = "lanes"
@@ -37,6 +37,11 @@ def make_update_step(env: Env, config: Config, module: nn.Module | None = None) 
         raise ConfigError(f"unknown filter {config.filter!r}{near(config.filter, FILTERS)}")
     if config.target not in TARGETS:
         raise ConfigError(f"unknown target {config.target!r}{near(config.target, TARGETS)}")
+    if not isinstance(env.spec.action, (Discrete, Box)):
+        raise ConfigError(
+            f"{env.spec.name}: action space is {env.spec.action!r}: must be Discrete or Box; multi-discrete "
+            "actions are not supported yet"
+        )
     nets = make_networks(env.spec, config, module)
     if config.score_params != "policy":
         shapes = jax.eval_shape(nets.init, jax.random.key(0))

@@ -9,6 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
+jax.devices()  # reads XLA_FLAGS now: commands that the tests run in this process may change it later
+
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

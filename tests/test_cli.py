@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 
@@ -9,6 +10,12 @@ from jaxattr.host.cli import main
 
 TINY = ["--num-envs", "2", "--num-steps", "16", "--minibatch-size", "16", "--num-epochs", "1"]
 TINY += ["--hidden", "8", "--eval-episodes", "2", "--total-steps", "64"]
+
+
+@pytest.fixture(autouse=True)
+def _same_xla_flags(monkeypatch):
+    """The commands set XLA_FLAGS: not for the tests that follow."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +72,20 @@ BAD = {
     ),
     "malformed environment option": (["train", "FrozenLake-misc", "--env-arg", "is_slippery", *TINY], ["is_slippery"]),
     "data to be downloaded": (["train", "MNISTBandit-bsuite", *TINY], ["MNIST"]),
+    "environment option twice": (
+        ["train", "FrozenLake-misc", "--env-arg", "is_slippery=true", "--env-arg", "is_slippery=false", *TINY],
+        ["is_slippery", "twice"],
+    ),
+    "environment option of another type": (
+        ["train", "FrozenLake-misc", "--env-arg", "is_slippery=perhaps", *TINY],
+        ["is_slippery", "true or false"],
+    ),
+    "no rounds": (["train", "probe/obs", "--rounds", "0", *TINY], ["--rounds is 0"]),
+    "no such score parameters": (
+        ["train", "probe/obs", "--score-params", "critic/.*", *TINY],
+        ["critic", "policy/head/out/kernel"],
+    ),
+    "same filter twice": (["compare", "probe/obs", "--filters", "iif", "iif", *TINY], ["each once"]),
     "no seeds": (["train", "probe/obs", "--seeds", "0", *TINY], ["--seeds is 0"]),
     "squash of discrete actions": (["train", "probe/obs", "--squash", *TINY], ["squash"]),
     "cnn on a vector": (["train", "probe/obs", "--network", "cnn", *TINY], ["cnn", "(H, W, C)"]),
@@ -103,6 +124,49 @@ def test_resume_with_other_settings_names_the_fields(runs, capsys, monkeypatch):
     line = refused(capsys, monkeypatch, ["train", "--resume", str(runs / "a"), "--gamma", "0.5"])
     assert "gamma: 0.99 -> 0.5" in line
     assert "p:" not in line
+
+
+def test_resume_with_fewer_steps_is_refused(runs, capsys, monkeypatch):
+    line = refused(capsys, monkeypatch, ["train", "--resume", str(runs / "a"), "--total-steps", "32"])
+    assert "total_steps: 64 -> 32" in line
+
+
+def test_weights_that_do_not_fit_are_refused(runs, capsys, monkeypatch):
+    words = ["train", "probe/obs_policy", *TINY, "--hidden", "16", "--seeds", "2", "--quiet"]
+    line = refused(capsys, monkeypatch, [*words, "--init-from", str(runs / "a")])
+    assert len(line.splitlines()) == 1
+    assert "params does not fit" in line
+    line = refused(capsys, monkeypatch, [*words[:-3], "--seeds", "3", "--quiet", "--init-from", str(runs / "a")])
+    assert "has 2 seeds, this run 3" in line
+
+
+def test_what_is_not_supported_yet_is_refused(capsys, monkeypatch):
+    import flax.linen as nn
+    import jax.numpy as jnp
+
+    import jaxattr
+    from jaxattr.envs.base import EnvSpec
+    from jaxattr.envs.probes import Probe
+
+    class Recurrent(nn.Module):
+        @nn.compact
+        def __call__(self, obs):
+            cell = nn.GRUCell(4)
+            carry, y = cell(jnp.zeros(4), obs)
+            return carry, nn.Dense(2)(y), nn.Dense(1)(y)[0]
+
+    with pytest.raises(jaxattr.ConfigError, match="recurrent and multi-discrete policies are not supported") as error:
+        jaxattr.train("probe/obs", network=Recurrent())
+    assert "\n" not in str(error.value)
+
+    jaxattr.register(
+        "test/multi",
+        lambda: Probe(EnvSpec("test/multi", (1,), (2, 3), 1), lambda k: 0.0, lambda k, s, a: (0.0, 0.0), 1),
+    )
+    line = refused(capsys, monkeypatch, ["train", "test/multi", *TINY])
+    assert len(line.splitlines()) == 1
+    assert "test/multi" in line
+    assert "multi-discrete actions are not supported" in line
 
 
 def test_seed_index_out_of_range(runs, capsys):

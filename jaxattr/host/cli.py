@@ -271,6 +271,10 @@ def _base(argv: list[str]) -> Base:
     resume, file, name = (_value(argv, flag) for flag in ("--resume", "--config", "--preset"))
     if resume is not None:
         saved = _load(Path(resume))
+        if saved.get("sweep"):
+            raise ConfigError(
+                f"--resume {resume}: a sweep; continue it from Python with the same sweep= and resume=True"
+            )
         return Base(env or saved["env"], Config.from_dict(saved["config"]), tuple(saved["seeds"]))
     if file is not None:
         saved = _load(Path(file))

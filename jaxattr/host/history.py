@@ -77,11 +77,10 @@ class History:
                 values[out["stopped"]] = np.nan
         return out
 
-    def load(self, rows: list[dict[str, str]], seconds: list[float], seeds: Sequence[int], done: int) -> None:
+    def load(self, rows: list[dict[str, str]], seconds: list[float], done: int) -> None:
         """Take over the rounds that metrics.csv already holds."""
         self.written, self.seconds = done, seconds
-        lane_of = {s: i for i, s in enumerate(seeds)}
-        names = [n for n in (rows[0] if rows else {}) if n not in ("seed", "update", "env_steps")]
+        names = [n for n in (rows[0] if rows else {}) if n not in ("seed", "lane", "update", "env_steps")]
         whole = {"episodes", "kept", "dropped", "negative", "leftover", "optimizer_steps"}
         table = {
             n: np.full((done, self.lanes), 0 if n in whole else np.nan, np.int32 if n in whole else np.float32)
@@ -90,7 +89,7 @@ class History:
         codes = np.zeros((done, self.lanes), np.int32)
         stopped = np.ones((done, self.lanes), bool)
         for row in rows:
-            t, lane = int(row["update"]) - 1, lane_of[int(row["seed"])]
+            t, lane = int(row["update"]) - 1, int(row["lane"])
             stopped[t, lane] = False
             for n in names:
                 if n == "nonfinite":
@@ -100,6 +99,9 @@ class History:
         if not rows:
             return
         table["nonfinite"] = codes
+        # Two fields that metrics.csv does not spell out.
+        table["records"] = table["kept"] + table["dropped"]
+        table["nonfinite_index"] = np.full((done, self.lanes), -1, np.int32)
         for i, n in enumerate(("test_return", "test_return_deterministic")):
             values = table.pop(n)
             for t in np.flatnonzero(~np.all(np.isnan(values), axis=1)):

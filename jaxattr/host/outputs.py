@@ -18,6 +18,7 @@ from jaxattr.types import NONFINITE_FIELDS
 
 COLUMNS: tuple[str, ...] = (
     "seed",
+    "lane",
     "update",
     "env_steps",
     "episodes",
@@ -47,7 +48,8 @@ COLUMNS: tuple[str, ...] = (
     "score_max",
     "nonfinite",
 )
-"""Columns of metrics.csv: one row per seed and update. An empty cell is a value that does not exist."""
+"""Columns of metrics.csv: one row per lane and update; `lane` is the position in the run (a sweep has several lanes
+per seed). An empty cell is a value that does not exist."""
 
 TENSORBOARD = ("return_mean", "test_return", "kept", "approx_kl", "entropy", "value_loss", "explained_variance")
 
@@ -61,8 +63,13 @@ def metric_rows(
         for lane, seed in enumerate(seeds):
             if history["stopped"][update - 1, lane]:
                 continue
-            row: dict[str, Any] = {"seed": seed, "update": update, "env_steps": update * records_per_round}
-            for name in COLUMNS[3:]:
+            row: dict[str, Any] = {
+                "seed": seed,
+                "lane": lane,
+                "update": update,
+                "env_steps": update * records_per_round,
+            }
+            for name in COLUMNS[4:]:
                 value = history[name][update - 1, lane]
                 if name == "nonfinite":
                     row[name] = NONFINITE_FIELDS[int(value) - 1] if value else ""
@@ -111,7 +118,7 @@ class RunFolder:
             self._tensorboard(row)
         if self._wandb is not None:
             for row in rows:
-                prefix = f"seed_{row['seed']}"
+                prefix = f"lane_{row['lane']}_seed_{row['seed']}"
                 values = {f"{prefix}/{k}": float(v) for k, v in row.items() if k not in ("nonfinite",) and v != ""}
                 self._wandb.log({"env_steps": row["env_steps"], **values})
 
@@ -173,14 +180,15 @@ class RunFolder:
             self._wandb = None
 
     def _tensorboard(self, row: dict[str, Any]) -> None:
-        seed = row["seed"]
-        if seed not in self._events:
+        lane = row["lane"]
+        if lane not in self._events:
             from tensorboardX import SummaryWriter
 
-            self._events[seed] = SummaryWriter(str(self.path / "tensorboard" / f"seed_{seed}"))
+            name = f"lane_{lane}_seed_{row['seed']}"
+            self._events[lane] = SummaryWriter(str(self.path / "tensorboard" / name))
         for name in TENSORBOARD:
             if row[name] != "":
-                self._events[seed].add_scalar(name, float(row[name]), row["env_steps"])
+                self._events[lane].add_scalar(name, float(row[name]), row["env_steps"])
 
 
 def record_rows(judged: Any, lane: int, seed: int, round_: int, num_envs: int, top: int) -> list[dict[str, Any]]:

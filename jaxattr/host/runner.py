@@ -277,7 +277,7 @@ class Session:
             for line in warnings:
                 progress.say(line)
             done = int(meta["update"])
-            history.load(self.folder.trim_metrics(done), self.folder.read_timing(done), self.seeds, done)
+            history.load(self.folder.trim_metrics(done), self.folder.read_timing(done), done)
             progress.say(f"resuming after round {done}")
             return state, done, history
         if self.init_from is not None:
@@ -344,11 +344,14 @@ class Session:
         assert self.folder is not None
         self.folder.write_json("summary.json", run.summary)
         if self.config.needs_scores:
+            # A seed that has stopped, or discarded the round, learned from no records in it.
+            unusable = run.metrics["stopped"] | (run.metrics["nonfinite"] != 0)
             rows = [
                 row
                 for r in stops
                 if r in run._judged
                 for i in range(len(self.seeds))
+                if not unusable[r - 1, i]
                 for row in run.records(r, index=i)
             ]
             if rows:
