@@ -571,54 +571,71 @@ def test_records_of_a_round_that_was_not_kept_are_replayed(whole):
 
 # -- what goes wrong ------------------------------------------------------------------------------------------
 
-NAN = {"nan_step": 40, "nan_prob": 0.15}  # step 40 is in round 2 (record step 7 or 8) of 32 steps
+NAN = {"nan_step": 40, "nan_prob": 0.15}  # made by step 40: record step 8 (from 0) of round 2
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory):
-    """Six seeds of a probe whose observation turns NaN in step 40 with probability 0.15 per environment."""
+def poisoned():
+    """(config, seeds that die, seeds that live): the observation turns NaN in step 40 of some environments."""
     config = CONFIG.replace(env_args=NAN, total_steps=4 * N, checkpoint_every=1)
-    out = tmp_path_factory.mktemp("runs") / "nan"
-    return jaxattr.train("probe/nan", config, seeds=6, out=out), out, config
+    dead, alive = [], []
+    for first in range(0, 20, 2):
+        try:
+            run = jaxattr.train("probe/nan", config, seeds=[first, first + 1])
+        except jaxattr.Stopped as error:
+            run = error.run
+        dead += run.summary["stopped_seeds"]
+        alive += [s for s in (first, first + 1) if s not in dead]
+        if len(dead) >= 2 and alive:
+            break
+    return config, dead, alive
 
 
-def test_t13_a_seed_that_meets_nan_stops_and_others_go_on(poisoned):
-    run, out, config = poisoned
-    dead = run.summary["stopped_seeds"]
-    assert 0 < len(dead) < 6, dead
-    alive = np.asarray(run.state.alive)
-    assert [s for s in range(6) if not alive[s]] == dead
-    for part in (run.state.params, run.state.obs_stats, run.state.opt_state, run.state.reward_stats):
-        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(part))
-    assert np.asarray(run.state.update).tolist() == [4 if a else 1 for a in alive]
+def finite(*trees):
+    return all(np.all(np.isfinite(x)) for x in jax.tree.leaves(trees))
+
+
+def test_t13_a_seed_that_meets_nan_stops_and_others_go_on(poisoned, tmp_path, capsys):
+    config, (bad, *_), (good, *_) = poisoned
+    out = tmp_path / "r"
+    run = jaxattr.train("probe/nan", config, seeds=[bad, good], out=out, quiet=False)
+    said = [line for line in capsys.readouterr().err.splitlines() if "non-finite" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"seed {bad}: non-finite observation in update 2, record ")
+    assert "(step 8, environment " in said[0]
+    assert said == run.summary["nonfinite"]
+    assert run.summary["stopped_seeds"] == [bad]
+    assert finite(run.state.params, run.state.obs_stats, run.state.opt_state, run.state.reward_stats)
+    assert np.asarray(run.state.update).tolist() == [1, 4]
     table = rows(out)
-    for s in range(6):
-        mine = [r for r in table if int(r["seed"]) == s]
-        assert [r["nonfinite"] for r in mine] == ([""] * 4 if alive[s] else ["", "observation"])  # logged
+    logged = {s: [r["nonfinite"] for r in table if int(r["seed"]) == s] for s in (bad, good)}
+    assert logged == {bad: ["", "observation"], good: [""] * 4}
     assert (out / "checkpoints" / "00000004").exists()
     with (out / "records.csv").open(newline="") as f:
-        assert {int(r["seed"]) for r in csv.DictReader(f)} == {s for s in range(6) if alive[s]}
-    again = jaxattr.train("probe/nan", config, seeds=6, out=out, resume=True)
-    assert again.summary["stopped_seeds"] == dead
+        assert {int(r["seed"]) for r in csv.DictReader(f)} == {good}
+    again = jaxattr.train("probe/nan", config, seeds=[bad, good], out=out, resume=True)
+    assert again.summary["stopped_seeds"] == [bad]
+    assert same(again.state, run.state)
 
 
-def test_t13_the_message_names_update_seed_environment_and_field(tmp_path, capsys):
-    config = CONFIG.replace(env_args=NAN | {"nan_prob": 1.0}, total_steps=4 * N, checkpoint_every=1)
+def test_t13_exit_code_3_and_the_last_good_checkpoint_stays(poisoned, tmp_path, capsys):
+    config, dead, _ = poisoned
+    with pytest.raises(jaxattr.Stopped, match=r"every seed stopped: seed .* non-finite observation in update 2"):
+        jaxattr.train("probe/nan", config, seeds=dead[:2], out=tmp_path / "r")
+    like = init_state(runner.make_update_step(registry.make("probe/nan", config.env_args), config), dead[:2])
+    state, _meta, warnings = checkpoint.load_latest(tmp_path / "r" / "checkpoints", like)
+    assert warnings == []
+    assert np.asarray(state.update).tolist() == [1, 1]
+    assert finite(state.params, state.obs_stats)
+
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"env": "probe/nan", "config": config.to_dict()}))
-    out = tmp_path / "r"
-    assert cli.main(["train", "--config", str(file), "--seeds", "2", "--out", str(out), "--quiet"]) == 3
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    for part in ("seed", "non-finite observation in update 2", "environment", "step"):
-        assert part in err, err
-    like = init_state(runner.make_update_step(registry.make("probe/nan", config.env_args), config), [0, 1])
-    state, _meta, warnings = checkpoint.load_latest(out / "checkpoints", like)
-    assert warnings == []
-    assert np.asarray(state.update).tolist() == [1, 1]  # the last good one stays
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((state.params, state.obs_stats)))
-    with pytest.raises(jaxattr.Stopped, match="every seed stopped"):
-        jaxattr.train("probe/nan", config, seeds=2)
+    pair = dead[0] // 2 * 2  # two neighbouring seeds of which one or both die
+    words = ["train", "--config", str(file), "--first-seed", str(pair), "--seeds", "2", "--out", str(tmp_path / "c")]
+    assert cli.main([*words, "--quiet"]) == 3
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 or {pair, pair + 1} <= set(dead)
+    assert any("non-finite observation in update 2, record" in line for line in err)
 
 
 def test_t13_skip_discards_the_round_and_goes_on(capsys):

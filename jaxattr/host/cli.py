@@ -180,7 +180,11 @@ def _train(argv: list[str]) -> int:
         return 3
     if out is not None:
         print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))}")
-    return 3 if run.summary["stopped_seeds"] else 0
+    if not run.summary["stopped_seeds"]:
+        return 0
+    if args.quiet:  # else it was said when it happened
+        print("\n".join(run.summary["nonfinite"]), file=sys.stderr)
+    return 3
 
 
 def _compare(argv: list[str]) -> int:

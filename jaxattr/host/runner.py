@@ -239,6 +239,7 @@ class Session:
             if self.folder is not None and history.written < done:
                 self._write(run, history, done)
             run.summary = self._summary(run, done, resumed_at, spent, compile_s, time.perf_counter() - clock)
+            run.summary["nonfinite"] = history.stop_lines  # which seed, update, field and record
             if self.folder is not None:
                 self._finish(run, stops)
             for line in closing_lines(run):
