@@ -38,8 +38,8 @@ TASKS = {
     "Pendulum-v1": Task("Pendulum-v1", 8, -250.0, "mean"),
     "FrozenLake-misc": Task("FrozenLake-misc", 8, 0.95, "median", preset="paper"),
     "Breakout-MinAtar": Task("Breakout-MinAtar", 4, None, "low"),
-    "brax/inverted_pendulum": Task("brax/inverted_pendulum", 4, 900.0, "mean", changes={"total_steps": 500_000}),
-    "brax/ant": Task("brax/ant", 4, None, "low"),
+    "brax/inverted_pendulum": Task("brax/inverted_pendulum", 4, 900.0, "mean"),
+    "brax/ant": Task("brax/ant", 3, None, "low"),
 }
 
 
