@@ -214,7 +214,8 @@ class UpdateStep:
     def filter(self, state: TrainState, records: Records, scores: Array, key: PRNGKey, settings: Settings) -> Array:
         """The rule's weights (N,): 0 = dropped."""
         rule = FILTERS[self.config.filter]
-        return rule(scores, records, key, state.update, settings.p, self.config.minibatch_size)
+        weights = rule(scores, records, key, state.update, settings.p, self.config.minibatch_size)
+        return jnp.where(records.valid, weights, 0.0)  # whatever a rule of the user's says of rows that are no records
 
     def optimize(
         self, state: TrainState, records: Records, weights: Array, key: PRNGKey, settings: Settings

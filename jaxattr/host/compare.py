@@ -13,6 +13,7 @@ from jaxattr.config import Config, ConfigError
 from jaxattr.host.progress import duration
 from jaxattr.host.run import Run
 from jaxattr.host.runner import Session
+from jaxattr.host.xla import shared_programs
 
 NULL = "none (other seeds)"
 NULL_OFFSET = 1_000_000
@@ -52,12 +53,13 @@ def compare(
         plan[NULL] = (_arm_config(config, "none"), tuple(s + NULL_OFFSET for s in seeds))
     sessions = {name: _open(env_id, c, s, out / _folder(name)) for name, (c, s) in plan.items()}
     arms = {}
-    for i, (name, session) in enumerate(sessions.items()):
-        if not quiet:
-            print(f"arm {i + 1} of {len(sessions)}: {name}", flush=True)
-        run = session.run(quiet=quiet)
-        arms[name] = arm_result(name, run)
-        run._replay = None  # frees the compiled program before the next arm
+    with shared_programs():
+        for i, (name, session) in enumerate(sessions.items()):
+            if not quiet:
+                print(f"arm {i + 1} of {len(sessions)}: {name}", flush=True)
+            run = session.run(quiet=quiet)
+            arms[name] = arm_result(name, run)
+            run._replay = None  # frees the compiled program before the next arm
     title = f"{env_id}: filters compared over {len(seeds)} seeds"
     rows = write_comparison(
         out,

@@ -199,7 +199,7 @@ def record_rows(judged: Any, lane: int, seed: int, round_: int, num_envs: int, t
     """
     records, scores, weights = judged.records, np.asarray(judged.scores[lane]), np.asarray(judged.weights[lane])
     if np.all(np.isnan(scores)):
-        raise ConfigError("this round has no scores: train with a filter, or with --score-always")
+        raise ConfigError("no scores in this round: train with a filter or --score-always (or this seed had stopped)")
     valid = np.asarray(records.valid[lane])
     ranked = [i for i in np.argsort(-scores, kind="stable") if valid[i]]
     chosen = ranked if len(ranked) <= 2 * top else ranked[:top] + ranked[-top:]
@@ -209,6 +209,7 @@ def record_rows(judged: Any, lane: int, seed: int, round_: int, num_envs: int, t
     return [
         {
             "seed": seed,
+            "lane": lane,
             "round": round_,
             "rank": place[int(i)],
             "record": int(i),

@@ -114,11 +114,10 @@ def draw_run(path: Path, run: Run) -> None:
     curves = {"training episodes": (x, m["return_mean"].T)}
     if len(tested) > 1:
         curves["test, stochastic policy"] = (x[tested], m["test_return"][tested].T)
-    count = len(run.seeds)
     plots.learning_curve_figure(
         path / "learning_curve.png",
         curves,
-        title=f"{run.env_id}, filter {run.config.filter}: return over {count} seed{'s' if count > 1 else ''}",
+        title=f"{run.env_id}, filter {run.config.filter}",
         xlabel="environment steps per seed",
         ylabel="episode return",
         per_seed=True,
@@ -131,7 +130,7 @@ def draw_run(path: Path, run: Run) -> None:
             (m["kept"] / np.maximum(m["kept"] + m["dropped"], 1)).T,
             (0, 0.25, 0.5, 0.75, 1),
             np.stack([m[n].T for n in names], axis=-1),
-            title=f"{run.env_id}, filter {run.config.filter}: influence scores of each round's records",
+            title=f"{run.env_id}, filter {run.config.filter}",
             xlabel="environment steps per seed",
         )
 

@@ -6,7 +6,10 @@ Wider vectors help where the processor has AVX-512. Flags the user has set are l
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -29,6 +32,27 @@ def use_all_cores(max_devices: int | None = None) -> str:
             flags = f"{flags} {name}={value}".strip()
     os.environ["XLA_FLAGS"] = flags
     return flags
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+    """Inside, a program that was compiled once is not compiled again (two arms of a comparison may be the same one).
+
+    Uses JAX's persistent compilation cache: the user's, if one is set, else a temporary one.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
 
 
 def _has_avx512() -> bool:
