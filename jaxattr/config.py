@@ -87,15 +87,19 @@ class Config:
 
     # -- influence scores and filter --------------------------------------------------------------------------
     filter: str = "none"
-    """Rule that decides which records are learned from: none, iif, zero, random, or a registered one."""
+    """Rule that decides which records are learned from: none, iif, zero, random, dtv, dtv_loo, reweight,
+    advantage_sign, td_error, or a registered one."""
     p: float = 0.125
     """Share of the negative-score records to drop, 0 to 1 (traced)."""
+    warmup_rounds: int = 0
+    """First rounds in which nothing is filtered."""
     training: Literal["compact", "step_matched"] = "compact"
     """`compact`: fewer minibatches after filtering (as published). `step_matched`: as many as unfiltered."""
     estimator: Literal["jvp", "per_sample"] = "jvp"
     """How scores are computed; the numbers agree to rounding."""
     target: str = "return"
-    """What a score is about: return (f_ret), or a registered target."""
+    """What a score is about: return (f_ret), gradient (the round's mean gradient), gradient_loo (that without the
+    segment that is scored), or a registered target. dtv and dtv_loo bring their own."""
     target_normalize: bool = False
     """Standardise the target's advantages over the buffer."""
     score_normalize: Literal["chunk", "buffer", "none"] = "chunk"
@@ -109,6 +113,8 @@ class Config:
     score_params: str = "policy"
     """Parameters that count: policy (all that the policy depends on, a shared trunk too), or a regular
     expression matched against paths such as `policy/dense_0/kernel`."""
+    score_metric: Literal["plain", "adam"] = "plain"
+    """`adam`: gradients are compared as Adam would scale them, with its second moments at the round's start."""
     score_chunk: int | None = None
     """Records scored at a time: bounds memory, never changes a number. none: all (jvp), 256 (per_sample)."""
     score_always: bool = False
@@ -234,7 +240,7 @@ def check_number(name: str, value: Any) -> None:
 def _check(c: Config) -> None:
     for name in ("total_steps", "num_envs", "num_steps", "num_epochs", "minibatch_size", "norm_chunk", "eval_episodes"):
         _check_int(name, getattr(c, name), 1)
-    for name in ("eval_every", "checkpoint_every", "eval_seed"):
+    for name in ("eval_every", "checkpoint_every", "eval_seed", "warmup_rounds"):
         _check_int(name, getattr(c, name), 0)
     if c.score_chunk is not None:
         _check_int("score_chunk", c.score_chunk, 1)
@@ -259,6 +265,10 @@ def _check(c: Config) -> None:
         raise ConfigError("minibatch_size is 1: normalize_advantage = minibatch needs 2 or more records per minibatch")
     if c.norm_chunk == 1 and c.score_normalize == "chunk":
         raise ConfigError("norm_chunk is 1: score_normalize = chunk needs 2 or more records per chunk")
+    if c.score_metric == "adam" and c.optimizer != "adam":
+        raise ConfigError(
+            f"score_metric is 'adam', but optimizer is {c.optimizer!r}: its state holds no second moments"
+        )
     if c.total_steps < n:
         raise ConfigError(f"total_steps = {c.total_steps} is less than one round of {sizes}")
 

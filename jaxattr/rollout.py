@@ -63,6 +63,7 @@ class VmapCollector:
     num_envs: int
     num_steps: int
     cached_reset: bool = False
+    keeps_states: bool = False
     all_valid: bool = True
 
     @property
@@ -115,7 +116,8 @@ class VmapCollector:
             )
             done = result.terminated | result.truncated
             total, length = envs.episode_return + result.reward, envs.episode_length + 1
-            row = (envs.obs, action, result, jnp.where(done, total, 0.0), jnp.where(done, length, 0))
+            before = envs.state if self.keeps_states else None
+            row = (envs.obs, action, result, before, jnp.where(done, total, 0.0), jnp.where(done, length, 0))
             envs = envs.replace(
                 state=state,
                 obs=obs,
@@ -125,14 +127,15 @@ class VmapCollector:
             return envs, row
 
         resets = self._resets(reset_keys)
-        envs, (obs, action, result, returns, lengths) = jax.lax.scan(step, envs, (noise, step_keys, resets))
+        envs, (obs, action, result, before, returns, lengths) = jax.lax.scan(step, envs, (noise, step_keys, resets))
         done = result.terminated | result.truncated
         episodes = EpisodeStats(
             count=jnp.sum(done, dtype=jnp.int32),
             return_sum=jnp.sum(returns),
             length_sum=jnp.sum(lengths).astype(jnp.float32),
         )
-        return envs, finish_rollout(nets, params, obs_stats, obs, action, result, jnp.ones(shape, bool)), episodes
+        rollout = finish_rollout(nets, params, obs_stats, obs, action, result, jnp.ones(shape, bool))
+        return envs, rollout.replace(env_state=before), episodes
 
     def _resets(self, keys: PRNGKey) -> Any:
         """Fresh starts for every step that could need one, drawn in one batch where they are small; else the keys."""

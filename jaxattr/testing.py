@@ -224,7 +224,7 @@ def _tiny_slopes(params: Params, records: Any, direction: Params, step: float = 
 # -- filter rules ---------------------------------------------------------------------------------------------
 
 
-def check_filter(rule: Rule, *, min_keep: int = 8, seed: int = 0) -> None:
+def check_filter(rule: Rule, *, min_keep: int = 8, seed: int = 0, drops_zero: bool = False) -> None:
     """Check that a filter rule keeps its contract, on 40 made-up records and a range of awkward scores.
 
     Checked for mixed, tied, equal, all negative, all positive, all zero and NaN scores, with all, some, fewer than
@@ -236,6 +236,7 @@ def check_filter(rule: Rule, *, min_keep: int = 8, seed: int = 0) -> None:
       rule: `(scores, records, key, round, p, min_keep) -> (N,)`.
       min_keep: 1 to 32.
       seed: of scores, records and key.
+      drops_zero: the rule's weights fall to 0 continuously as a score does, so a score of 0 may be dropped.
 
     Raises:
       AssertionError: a point of the contract is broken.
@@ -285,7 +286,7 @@ def check_filter(rule: Rule, *, min_keep: int = 8, seed: int = 0) -> None:
     for p in (0.3, 1.0):
         with_zero = np.where(mixed == np.min(mixed[mixed > 0]), 0.0, mixed)  # smallest positive -> 0: order unchanged
         same = np.array_equal(run(mixed, p=p) > 0, run(with_zero, p=p) > 0)
-        assert same, f"{name}: a score of 0 is treated as negative (p = {p:g})"
+        assert same or drops_zero, f"{name}: a score of 0 is treated as negative (p = {p:g})"
 
     arguments = (jnp.asarray(mixed, jnp.float32), records, key, jnp.int32(1), jnp.float32(0.3))
     weights = run(mixed)
@@ -312,6 +313,8 @@ def _made_up_records(n: int, rng: np.random.Generator) -> Records:
         advantage=advantage,
         return_=advantage + value,
         td_error=number(),
+        mc_advantage=number(),
+        segment=jnp.arange(n, dtype=jnp.int32),
         terminated=terminated,
         truncated=jnp.zeros(n, bool),
         valid=jnp.ones(n, bool),

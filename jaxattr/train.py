@@ -23,20 +23,25 @@ from jaxattr.update import Judged, UpdateStep, make_optimizer
 LANES = "lanes"
 
 
-def make_update_step(env: Env, config: Config, module: nn.Module | None = None) -> UpdateStep:
+def make_update_step(
+    env: Env, config: Config, module: nn.Module | None = None, *, keep_states: bool = False
+) -> UpdateStep:
     """The update step of one pure environment, vmapped over environments and lanes.
+
+    `keep_states` also keeps every environment state of a round, so that it can be branched.
 
     Raises:
       ConfigError: network and environment do not fit, or a name is not registered.
     """
     from jaxattr.attribution.filters import FILTERS
-    from jaxattr.attribution.targets import TARGETS
+    from jaxattr.attribution.targets import OF_OBJECTIVE, TARGETS
     from jaxattr.config import near
 
     if config.filter not in FILTERS:
         raise ConfigError(f"unknown filter {config.filter!r}{near(config.filter, FILTERS)}")
-    if config.target not in TARGETS:
-        raise ConfigError(f"unknown target {config.target!r}{near(config.target, TARGETS)}")
+    targets = (*TARGETS, *OF_OBJECTIVE)
+    if config.target not in targets:
+        raise ConfigError(f"unknown target {config.target!r}{near(config.target, targets)}")
     if not isinstance(env.spec.action, (Discrete, Box)):
         raise ConfigError(
             f"{env.spec.name}: action space is {env.spec.action!r}: must be Discrete or Box; multi-discrete "
@@ -46,7 +51,7 @@ def make_update_step(env: Env, config: Config, module: nn.Module | None = None) 
     if config.score_params != "policy":
         shapes = jax.eval_shape(nets.init, jax.random.key(0))
         _check_score_params(config.score_params, shapes)
-    collector = VmapCollector(env, config.num_envs, config.num_steps, cached_reset=config.reset == "cached")
+    collector = VmapCollector(env, config.num_envs, config.num_steps, config.reset == "cached", keep_states)
     return UpdateStep(config=config, nets=nets, collector=collector)
 
 

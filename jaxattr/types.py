@@ -94,6 +94,7 @@ class Rollout(struct.PyTreeNode):
     terminated: Array  # (T, B) bool, the episode ended in the task's own sense: nothing follows
     truncated: Array  # (T, B) bool, cut by a time limit, never true where `terminated` is
     valid: Array  # (T, B) bool, False = this row is no record
+    env_state: Any = None  # (T, B, ...) the environments before each step, where a collector keeps them
 
 
 class EpisodeStats(struct.PyTreeNode):
@@ -115,9 +116,39 @@ class Records(struct.PyTreeNode):
     advantage: Array  # (N,) float32, raw GAE: neither centred nor scaled
     return_: Array  # (N,) float32, advantage + value: the critic's target
     td_error: Array  # (N,) float32, one-step temporal-difference error
+    mc_advantage: Array  # (N,) float32, advantage at lambda = 1; NaN unless the filter asks for it
+    segment: Array  # (N,) int32, index of the first record of its segment (one environment, no episode end inside)
     terminated: Array  # (N,) bool
     truncated: Array  # (N,) bool
     valid: Array  # (N,) bool
+
+
+class Judged(NamedTuple):
+    """A round's records and what influence filtering said about them."""
+
+    records: Records
+    scores: Array  # (N,) float32, NaN where not computed
+    weights: Array  # (N,) float32, 0 = dropped
+    rollout: Rollout | None = None  # what the records were made of, where the collector keeps states
+
+
+class Terms(NamedTuple):
+    """Parts of PPO's loss, of one record or averaged."""
+
+    policy_loss: Array
+    value_loss: Array
+    entropy: Array
+    kl: Array
+    clipped: Array
+
+
+class Training(NamedTuple):
+    """What the optimisation epochs did."""
+
+    leftover: Array  # () int32, kept records per epoch that fill no minibatch
+    steps: Array  # () int32, optimiser steps
+    grad_norm: Array  # () mean over minibatches, before clipping
+    watched: Any = None  # what a watcher of the minibatches made of them
 
 
 class TrainState(struct.PyTreeNode):

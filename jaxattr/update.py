@@ -10,27 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxattr.attribution.filters import FILTERS, UNWEIGHTED
-from jaxattr.attribution.scores import loss_advantage, score_records
-from jaxattr.attribution.targets import TARGETS
+from jaxattr.attribution.estimators import Objective
+from jaxattr.attribution.filters import FILTERS
+from jaxattr.attribution.influence import influence, target_gradient, without_own_unit
+from jaxattr.attribution.scores import loss_advantage, record_objective
+from jaxattr.attribution.targets import Target
+from jaxattr.attribution.units import segment_ids
 from jaxattr.config import Config
 from jaxattr.envs.base import tree_select
+from jaxattr.metrics import measure
 from jaxattr.networks import Networks
 from jaxattr.ops import losses, permutation, trees
 from jaxattr.ops.returns import gae
 from jaxattr.ops.statistics import normalize, scale, standardize, update_stats
 from jaxattr.rollout import Collector, over_lanes
 from jaxattr.types import (
-    NONFINITE_FIELDS,
-    SCORE_QUANTILES,
     Array,
     EpisodeStats,
+    Judged,
     Metrics,
     Params,
     PRNGKey,
@@ -38,42 +41,34 @@ from jaxattr.types import (
     Rollout,
     RunningStats,
     Settings,
+    Terms,
+    Training,
     TrainState,
 )
+
+ADAM_B2 = 0.999
 
 Shuffle = Callable[[PRNGKey, int, int, "Array | None"], Array]
 """(key, N, epochs E, keep (N,) or None) -> (E, N) visiting orders; see `ops.permutation.orders`."""
 
 
-class Judged(NamedTuple):
-    """A round's records and what influence filtering said about them."""
+class Watch(Protocol):
+    """Something that follows the epochs, inside the same compiled loop (`attribution.tracin`)."""
 
-    records: Records
-    scores: Array  # (N,) float32, NaN where not computed
-    weights: Array  # (N,) float32, 0 = dropped
+    def init(self, params: Params, n: int) -> Any:
+        """What is carried, before the first minibatch."""
+        ...
 
-
-class Terms(NamedTuple):
-    """Parts of PPO's loss, of one record or averaged."""
-
-    policy_loss: Array
-    value_loss: Array
-    entropy: Array
-    kl: Array
-    clipped: Array
-
-
-class Training(NamedTuple):
-    """What the optimisation epochs did."""
-
-    leftover: Array  # () int32, kept records per epoch that fill no minibatch
-    steps: Array  # () int32, optimiser steps
-    grad_norm: Array  # () mean over minibatches, before clipping
+    def see(
+        self, carried: Any, params: Params, rows: Array, batch: Records, weights: Array | None, first: Array
+    ) -> Any:
+        """One minibatch: records `rows` of the round, advantages as the loss has them; `first` of its epoch."""
+        ...
 
 
 def make_optimizer(config: Config, settings: Settings, learning_rate: Array | float) -> optax.GradientTransformation:
     """Norm clip, then SGD or Adam, on the flattened parameter vector; all numbers may be traced."""
-    rule = optax.scale_by_adam(eps=settings.adam_eps) if config.optimizer == "adam" else optax.identity()
+    rule = optax.scale_by_adam(b2=ADAM_B2, eps=settings.adam_eps) if config.optimizer == "adam" else optax.identity()
     return optax.chain(
         optax.clip_by_global_norm(settings.max_grad_norm), rule, optax.scale_by_learning_rate(learning_rate)
     )
@@ -108,6 +103,8 @@ class UpdateStep:
         new, metrics, judged = over_lanes(self.learn)(
             state.replace(key=keys[:, 0], env_state=env_state), rollout, episodes, keys[:, 2], settings
         )
+        if rollout.env_state is not None:
+            judged = judged._replace(rollout=rollout)
         return over_lanes(self._guard)(state, new, metrics, fresh), metrics, judged
 
     # -- one lane ---------------------------------------------------------------------------------------------
@@ -117,7 +114,9 @@ class UpdateStep:
         """A round from its rollout on, for ONE lane (no lane axis). Uses up `key`."""
         key_score, key_filter, key_epochs = jax.random.split(key, 3)
         records, reward_stats, discounted = self.advantages(state, rollout, settings)
-        scores, direction_norm = self.score(state, records, key_score, settings)
+        scores, direction_norm = jnp.full(records.valid.shape, jnp.nan), jnp.float32(jnp.nan)
+        if self.config.needs_scores:
+            scores, direction_norm = self.score(state, records, key_score, settings)
         weights = self.filter(state, records, scores, key_filter, settings)
         params, opt_state, training = self.optimize(state, records, weights, key_epochs, settings)
 
@@ -135,7 +134,8 @@ class UpdateStep:
             update=state.update + 1,
         )
         judged = Judged(records, scores, weights)
-        metrics = self._metrics(state, new, rollout, judged, direction_norm, training, episodes, settings)
+        terms = self.terms(new.params, records, settings)
+        metrics = measure(self.config, state, new, rollout, judged, direction_norm, terms, training, episodes, settings)
         return new, metrics, judged
 
     def advantages(
@@ -157,15 +157,17 @@ class UpdateStep:
             # Rewards take no part in acting, so their statistics may include this round: the first one counts too.
             stats = update_stats(stats, returns.reshape(-1), rollout.valid.reshape(-1))
             reward = scale(stats, reward)
-        advantage, td_error = jax.vmap(gae, in_axes=(1, 1, 1, 1, 1, None, None), out_axes=1)(
-            reward,
-            rollout.value,
-            rollout.next_value,
-            rollout.terminated,
-            rollout.truncated | ~rollout.valid,  # a row that is no record ends the sums before it
-            settings.gamma,
-            settings.gae_lambda,
-        )
+        cut = rollout.truncated | ~rollout.valid  # a row that is no record ends the sums before it
+
+        def estimate(gae_lambda: Array) -> tuple[Array, Array]:
+            over_envs = jax.vmap(gae, in_axes=(1, 1, 1, 1, 1, None, None), out_axes=1)
+            flags = rollout.terminated, cut
+            return over_envs(reward, rollout.value, rollout.next_value, *flags, settings.gamma, gae_lambda)
+
+        advantage, td_error = estimate(settings.gae_lambda)
+        mc_advantage = jnp.full_like(advantage, jnp.nan)
+        if FILTERS[self.config.filter].monte_carlo:
+            mc_advantage, _ = estimate(jnp.ones_like(settings.gae_lambda))
         flat = lambda x: x.reshape((-1, *x.shape[2:]))
         records = Records(
             obs=normalize(state.obs_stats, flat(rollout.obs)),
@@ -176,51 +178,101 @@ class UpdateStep:
             advantage=flat(advantage),
             return_=flat(advantage + rollout.value),
             td_error=flat(td_error),
+            mc_advantage=flat(mc_advantage),
+            segment=segment_ids(rollout.terminated | cut),
             terminated=flat(rollout.terminated),
             truncated=flat(rollout.truncated),
             valid=flat(rollout.valid),
         )
         return records, stats, discounted
 
-    def score(self, state: TrainState, records: Records, key: PRNGKey, settings: Settings) -> tuple[Array, Array]:
-        """Influence of every record at the round's first parameters: scores (N,) and |grad target| ()."""
-        c, n = self.config, records.advantage.shape[0]
-        if not c.needs_scores:
-            return jnp.full(n, jnp.nan), jnp.float32(jnp.nan)
+    def score(
+        self,
+        state: TrainState,
+        records: Records,
+        key: PRNGKey,
+        settings: Settings,
+        *,
+        target: str | Target | None = None,
+        metric: str | None = None,
+        unit_ids: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Influence of every record at the round's first parameters: scores (N,) and |direction| ().
+
+        Args:
+          state: before the round.
+          records: from `advantages`.
+          key: used up (the shuffle of chunk normalisation).
+          settings: traced numbers.
+          target: overrides the filter's and the configuration's.
+          metric: overrides the configuration's.
+          unit_ids: what `gradient_loo` leaves out together; None = segments.
+        """
+        c = self.config
+        if target is None:
+            target = FILTERS[c.filter].target or c.target
+        objective, data = self.objective(records, key, settings)
         aimed = records
         if c.target_normalize:
             aimed = records.replace(advantage=standardize(records.advantage, records.valid))
-        direction = jax.grad(lambda p: TARGETS[c.target](self.nets.log_prob, p, aimed))(state.params)
-        if c.score_params != "policy":
-            direction = trees.keep_matching(direction, c.score_params)
-        order = self.shuffle(key, n, 1, None)[0] if c.score_normalize == "chunk" else None
+        gradient = target_gradient(target, state.params, self.nets.log_prob, aimed, objective, data)
+        weight = self.metric(state, c.score_metric if metric is None else metric, settings)
+        scores, size = influence(
+            objective, state.params, data, gradient, weight, estimator=c.estimator, chunk_size=c.score_chunk
+        )
+        if target == "gradient_loo":
+            ids = jnp.where(records.valid, records.segment if unit_ids is None else unit_ids, -1)
+            scores = without_own_unit(scores, objective, state.params, data, ids, c.num_envs, weight)
+        return scores, size
+
+    def objective(self, records: Records, key: PRNGKey, settings: Settings) -> tuple[Objective, Any]:
+        """What a step on one record climbs at the round's first parameters, and its data with a leading N axis."""
+        c = self.config
+        order = self.shuffle(key, records.valid.shape[0], 1, None)[0] if c.score_normalize == "chunk" else None
         entropy_weight = settings.ent_coef
         if c.entropy_scale == "published":
             entropy_weight = entropy_weight / jnp.maximum(jnp.sum(records.valid), 1)
-        scores = score_records(
-            self.nets.log_prob,
-            state.params,
-            records.obs,
-            records.action,
-            loss_advantage(records.advantage, records.valid, c.score_normalize, c.norm_chunk, order=order),
-            direction,
-            estimator=c.estimator,
-            entropy_fn=self.nets.entropy if c.score_entropy else None,
-            entropy_weight=entropy_weight,
-            chunk_size=c.score_chunk,
-        )
-        return scores, trees.norm(direction)
+        entropy_fn = self.nets.entropy if c.score_entropy else None
+        advantage = loss_advantage(records.advantage, records.valid, c.score_normalize, c.norm_chunk, order=order)
+        data = (records.obs, records.action, advantage)
+        return record_objective(self.nets.log_prob, entropy_fn, entropy_weight), data
+
+    def metric(self, state: TrainState, name: str, settings: Settings) -> Params | None:
+        """The diagonal in which gradients are compared; None = ones.
+
+        `adam`: 1 / (sqrt(v) + eps) with the bias-corrected second moments v that the optimiser holds at the round's
+        start, kept fixed and without its momentum, so that a step is linear in the record's gradient. (LESS, arXiv
+        2402.04333, also lets the record's own gradient move the moments.) Ones before the first step.
+        """
+        weight = None
+        if name == "adam":
+            moments: Any = next(s for s in state.opt_state if isinstance(s, optax.ScaleByAdamState))
+            corrected = moments.nu / (1.0 - ADAM_B2 ** jnp.maximum(moments.count, 1))
+            diagonal = jnp.where(moments.count > 0, 1.0 / (jnp.sqrt(corrected) + settings.adam_eps), 1.0)
+            weight = trees.unflattener(state.params)(diagonal)
+        if self.config.score_params != "policy":
+            ones = jax.tree.map(jnp.ones_like, state.params) if weight is None else weight
+            weight = trees.keep_matching(ones, self.config.score_params)
+        return weight
 
     def filter(self, state: TrainState, records: Records, scores: Array, key: PRNGKey, settings: Settings) -> Array:
         """The rule's weights (N,): 0 = dropped."""
         rule = FILTERS[self.config.filter]
         weights = rule(scores, records, key, state.update, settings.p, self.config.minibatch_size)
+        if self.config.warmup_rounds:
+            weights = jnp.where(state.update < self.config.warmup_rounds, 1.0, weights)
         return jnp.where(records.valid, weights, 0.0)  # whatever a rule of the user's says of rows that are no records
 
     def optimize(
-        self, state: TrainState, records: Records, weights: Array, key: PRNGKey, settings: Settings
+        self,
+        state: TrainState,
+        records: Records,
+        weights: Array,
+        key: PRNGKey,
+        settings: Settings,
+        watch: Watch | None = None,
     ) -> tuple[Params, Any, Training]:
-        """Epochs x minibatches on the records of positive weight."""
+        """Epochs x minibatches on the records of positive weight; `watch` sees every minibatch before its step."""
         c, n = self.config, weights.shape[0]
         everything = c.filter == "none" and self.collector.all_valid
         keep = None if everything else weights > 0
@@ -239,37 +291,50 @@ class UpdateStep:
             learning_rate = learning_rate * (1.0 - state.update / settings.total_updates)
         optimizer = make_optimizer(c, settings, learning_rate)
         unflatten = trees.unflattener(state.params)
-        data = (records, weights if c.filter not in UNWEIGHTED else None)
+        data = (records, weights if FILTERS[c.filter].weighted else None)
         if c.normalize_advantage == "buffer":
             data = (records.replace(advantage=standardize(records.advantage, weights > 0)), data[1])
 
         def step(j: Array, carry: Any) -> Any:
-            flat, opt_state, norms = carry
+            flat, opt_state, norms, watched = carry
             epoch, position = j // per_epoch, (j % per_epoch) * c.minibatch_size
             if matched:  # go on through the kept records a second time
                 rows = order[epoch, (position + jnp.arange(c.minibatch_size)) % kept]
             else:
                 rows = jax.lax.dynamic_slice(order, (epoch, position), (1, c.minibatch_size))[0]
-            batch = jax.tree.map(lambda x: x[rows], data)
-            grads = trees.flatten(jax.grad(self._loss)(unflatten(flat), *batch, settings))
+            batch, weight = jax.tree.map(lambda x: x[rows], data)
+            if c.normalize_advantage == "minibatch":
+                batch = batch.replace(advantage=standardize(batch.advantage))
+            if watch is not None:
+                watched = watch.see(watched, unflatten(flat), rows, batch, weight, position == 0)
+            grads = trees.flatten(jax.grad(self._loss)(unflatten(flat), batch, weight, settings))
             change, opt_state = optimizer.update(grads, opt_state)
-            return flat + change, opt_state, norms + jnp.linalg.norm(grads)
+            return flat + change, opt_state, norms + jnp.linalg.norm(grads), watched
 
-        start = (trees.flatten(state.params), state.opt_state, jnp.float32(0.0))
-        flat, opt_state, norms = jax.lax.fori_loop(0, steps, step, start)
+        watched = None if watch is None else watch.init(state.params, n)
+        first = trees.flatten(state.params)
+        start = (first, state.opt_state, jnp.zeros((), first.dtype), watched)
+        flat, opt_state, norms, watched = jax.lax.fori_loop(0, steps, step, start)
         training = Training(
             leftover=jnp.asarray(kept - jnp.minimum(kept, per_epoch * c.minibatch_size), jnp.int32),
             steps=jnp.asarray(steps, jnp.int32),
             grad_norm=norms / jnp.maximum(steps, 1),
+            watched=watched,
         )
         return unflatten(flat), opt_state, training
 
+    def gain(self, settings: Settings) -> Callable[[Params, Records, Array], Array]:
+        """(params, record, weight) -> what a step on ONE record climbs: its clipped objective and entropy bonus."""
+
+        def objective(params: Params, record: Records, weight: Array) -> Array:
+            terms = self._record_terms(params, record, record.advantage, settings)
+            return weight * (settings.ent_coef * terms.entropy - terms.policy_loss)
+
+        return objective
+
     def _loss(self, params: Params, batch: Records, weights: Array | None, settings: Settings) -> Array:
         """PPO's loss over one minibatch: the mean of the records' losses."""
-        advantage = batch.advantage
-        if self.config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage)
-        terms = jax.vmap(lambda r, a: self._record_terms(params, r, a, settings))(batch, advantage)
+        terms = jax.vmap(lambda r: self._record_terms(params, r, r.advantage, settings))(batch)
         loss = terms.policy_loss + settings.vf_coef * terms.value_loss - settings.ent_coef * terms.entropy
         return jnp.mean(loss if weights is None else loss * weights)
 
@@ -282,66 +347,11 @@ class UpdateStep:
         error = losses.value_loss(value, record.value, record.return_, value_clip)
         return Terms(policy, error, self.nets.distribution.entropy(head, record.action), kl, clipped)
 
-    def _metrics(self, state, new, rollout, judged, direction_norm, training, episodes, settings) -> Metrics:
-        records, scores, weights = judged
-        valid, count = records.valid, jnp.maximum(episodes.count, 1)
-        scored = self.config.needs_scores
-        finished = episodes.count > 0
-        advantage = standardize(records.advantage, valid)
-        terms = jax.vmap(lambda r, a: self._record_terms(new.params, r, a, settings))(records, advantage)
-        terms = jax.tree.map(lambda x: jnp.mean(x, where=valid), terms)
-        code, index = self._first_nonfinite(rollout, judged, new)
-        of_valid = jnp.where(valid, scores, jnp.nan)
-        spread = jnp.var(records.return_, where=valid)
-        residual = jnp.var(records.return_ - records.value, where=valid)
-        scheduled = 1.0 - state.update / settings.total_updates if self.config.lr_schedule == "linear" else 1.0
-        kept = jnp.sum(weights > 0, dtype=jnp.int32)
-        total = jnp.sum(valid, dtype=jnp.int32)
-        quantiles = jnp.full(len(SCORE_QUANTILES), jnp.nan)
-        return Metrics(
-            episodes=episodes.count,
-            return_mean=jnp.where(finished, episodes.return_sum / count, jnp.nan),
-            length_mean=jnp.where(finished, episodes.length_sum / count, jnp.nan),
-            records=total,
-            kept=kept,
-            dropped=total - kept,
-            negative=jnp.sum((scores < 0) & valid, dtype=jnp.int32),
-            leftover=training.leftover,
-            optimizer_steps=training.steps,
-            policy_loss=terms.policy_loss,
-            value_loss=terms.value_loss,
-            entropy=terms.entropy,
-            approx_kl=terms.kl,
-            clip_fraction=terms.clipped,
-            explained_variance=jnp.where(spread > 0, 1.0 - residual / spread, jnp.nan),
-            grad_norm=training.grad_norm,
-            score_mean=jnp.nanmean(of_valid) if scored else jnp.float32(jnp.nan),
-            score_quantiles=jnp.nanquantile(of_valid, jnp.array(SCORE_QUANTILES)) if scored else quantiles,
-            target_grad_norm=direction_norm,
-            learning_rate=settings.learning_rate * scheduled,
-            nonfinite=code,
-            nonfinite_index=index,
-        )
-
-    def _first_nonfinite(self, rollout: Rollout, judged: Judged, new: TrainState) -> tuple[Array, Array]:
-        """(1 + index into NONFINITE_FIELDS, record) of the first bad value, or (0, -1)."""
-        records, scores, _ = judged
-        n = scores.shape[0]
-        rows = {
-            "observation": jnp.all(jnp.isfinite(rollout.obs.reshape(n, -1)), axis=1),
-            "reward": jnp.isfinite(rollout.reward.reshape(n)),
-            "log_prob": jnp.isfinite(records.log_prob),
-            "value": jnp.isfinite(records.value) & jnp.isfinite(rollout.next_value.reshape(n)),
-            "advantage": jnp.isfinite(records.advantage),
-            "score": jnp.isfinite(scores) if self.config.needs_scores else jnp.ones(n, bool),
-        }
-        bad = jnp.stack([~ok & records.valid for ok in rows.values()])  # (fields, N)
-        flags = jnp.append(jnp.any(bad, axis=1), ~trees.all_finite((new.params, new.opt_state)))
-        assert len(flags) == len(NONFINITE_FIELDS)
-        first = jnp.argmax(flags)
-        index = jnp.where(first < len(rows), jnp.argmax(bad[jnp.minimum(first, len(rows) - 1)]), -1)
-        found = jnp.any(flags)
-        return jnp.where(found, first + 1, 0).astype(jnp.int32), jnp.where(found, index, -1).astype(jnp.int32)
+    def terms(self, params: Params, records: Records, settings: Settings) -> Terms:
+        """The loss's parts over all valid records of a round, averaged; advantages standardised over the buffer."""
+        advantage = standardize(records.advantage, records.valid)
+        terms = jax.vmap(lambda r, a: self._record_terms(params, r, a, settings))(records, advantage)
+        return jax.tree.map(lambda x: jnp.mean(x, where=records.valid), terms)
 
     def _guard(self, old: TrainState, new: TrainState, metrics: Metrics, fresh: Any) -> TrainState:
         """Keep the last good state where the round went bad: freeze the lane, or reset its environments and go on."""
@@ -363,4 +373,4 @@ def _blank(rollout: Rollout) -> Rollout:
     def leaf(x: Array) -> Array:
         return jnp.where(rollout.valid.reshape(rollout.valid.shape + (1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
-    return jax.tree.map(leaf, rollout)
+    return jax.tree.map(leaf, rollout.replace(env_state=None))

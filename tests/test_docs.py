@@ -9,7 +9,7 @@ import pytest
 
 import jaxattr
 from jaxattr.attribution.estimators import ESTIMATORS
-from jaxattr.attribution.filters import FILTERS, UNWEIGHTED
+from jaxattr.attribution.filters import FILTERS
 from jaxattr.attribution.targets import TARGETS
 from jaxattr.envs import registry
 from jaxattr.host.cli import main
@@ -63,12 +63,11 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxattr.host.cli.use_all_cores", lambda max_devices=None: "")
     monkeypatch.setattr(jaxattr, "use_all_cores", lambda max_devices=None: "")
     tables = (registry._registered, FILTERS, TARGETS, ESTIMATORS)
-    saved, unweighted = [dict(t) for t in tables], set(UNWEIGHTED)
+    saved = [dict(t) for t in tables]
     yield tmp_path
     for table, before in zip(tables, saved, strict=True):
         table.clear()
         table.update(before)
-    UNWEIGHTED.intersection_update(unweighted)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import filters as oracle
 
 from jaxattr import keep_mask, register_filter
-from jaxattr.attribution.filters import FILTERS, UNWEIGHTED, drop_count
+from jaxattr.attribution.filters import FILTERS, drop_count
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs import registry
 from jaxattr.testing import check_filter
@@ -44,7 +46,7 @@ def _weights(rule, scores, valid, key, p, min_keep):
 @pytest.mark.parametrize("rule", list(FILTERS))
 @pytest.mark.parametrize("min_keep", [1, 8])
 def test_every_shipped_rule_keeps_the_contract(rule, min_keep):
-    check_filter(FILTERS[rule], min_keep=min_keep)
+    check_filter(FILTERS[rule], min_keep=min_keep, drops_zero=rule == "reweight")
 
 
 def good(scores, records, key, round, p, min_keep):
@@ -140,7 +142,7 @@ def test_the_number_dropped_is_exactly_the_floor():
 def test_zero_is_not_negative():
     assert weights("iif", [0.0, -0.0, 1.0, -1.0], 1.0).tolist() == [1, 1, 1, 0]
     assert weights("zero", [0.0, -0.0, 1.0, -1.0], 0.0).tolist() == [1, 1, 1, 0]
-    for rule in FILTERS:
+    for rule in ("none", "iif", "zero", "random"):  # the others read more than scores, or drop a score of 0
         assert np.all(weights(rule, np.zeros(N), 1.0) == 1), rule
 
 
@@ -233,21 +235,19 @@ def test_keep_mask_refuses(scores, options, message):
 
 @pytest.fixture
 def clean_registry():
-    before, plain = dict(FILTERS), set(UNWEIGHTED)
+    before = dict(FILTERS)
     yield
     FILTERS.clear()
     FILTERS.update(before)
-    UNWEIGHTED.clear()
-    UNWEIGHTED.update(plain)
 
 
 @pytest.mark.usefixtures("clean_registry")
 def test_a_registered_rule_can_be_used_by_name():
     register_filter("sigmoid", good)
-    assert FILTERS["sigmoid"] is good
-    assert "sigmoid" not in UNWEIGHTED
+    assert FILTERS["sigmoid"].rule is good
+    assert FILTERS["sigmoid"].weighted
     register_filter("positive_only", good, weighted=False)
-    assert "positive_only" in UNWEIGHTED
+    assert not FILTERS["positive_only"].weighted
     env = registry.make(next(iter(registry.PROBES)))
     step = make_update_step(env, Config(filter="sigmoid", num_envs=2, num_steps=4, minibatch_size=4))
     assert step.config.filter == "sigmoid"
@@ -271,3 +271,46 @@ def test_the_trainer_names_an_unknown_rule():
     env = registry.make(next(iter(registry.PROBES)))
     with pytest.raises(ConfigError, match="unknown filter 'iff'; did you mean 'iif'"):
         make_update_step(env, Config(filter="iff"))
+
+
+# -- rules that read more than a score ------------------------------------------------------------------------
+
+
+def more_rows(segment=None, **fields):
+    n = len(segment) if segment is not None else len(next(iter(fields.values())))
+    segment = jnp.arange(n) if segment is None else jnp.asarray(segment, jnp.int32)
+    fields = {k: jnp.asarray(v, jnp.float32) for k, v in fields.items()}
+    return types.SimpleNamespace(valid=jnp.ones(n, bool), segment=segment, **fields)
+
+
+def apply(rule, scores, rows, p=1.0, min_keep=1):
+    scores = jnp.asarray(scores, jnp.float32)
+    return np.asarray(FILTERS[rule](scores, rows, jax.random.key(0), jnp.int32(0), jnp.float32(p), min_keep))
+
+
+def test_dtv_drops_whole_segments():
+    #  segment 0: 1 - 2 < 0, segment 2: 1 + 1, segment 4: -1 + 1 = 0 is not negative, segment 6: -3
+    scores, segment = [1, -2, 1, 1, -1, 1, -3], [0, 0, 2, 2, 4, 4, 6]
+    assert apply("dtv", scores, more_rows(segment)).tolist() == [0, 0, 1, 1, 1, 1, 0]
+    # one record more has to stay than segments allow: it comes from the least negative segment
+    assert apply("dtv", scores, more_rows(segment), min_keep=5).sum() == 5
+    assert apply("dtv", scores, more_rows(segment), min_keep=5)[6] == 0
+    assert FILTERS["dtv"].target == "gradient"
+    assert FILTERS["dtv_loo"].target == "gradient_loo"
+
+
+def test_reweight_is_score_over_mean():
+    assert apply("reweight", [3, -1, 1, 0], more_rows(a=[0] * 4)).tolist() == [1.5, 0, 0.5, 0]
+    # too few positive ones for a minibatch: the best three, unweighted
+    assert apply("reweight", [3, -1, -2, 0], more_rows(a=[0] * 4), min_keep=3).tolist() == [1, 1, 0, 1]
+
+
+def test_advantage_sign_drops_the_worst_mismatches_first():
+    rows = more_rows(advantage=[1, -1, 2, 1, -3], mc_advantage=[1, 2, -2, -0.5, -1])  # products 1, -2, -4, -.5, 3
+    assert apply("advantage_sign", [np.nan] * 5, rows, p=1.0).tolist() == [1, 0, 0, 0, 1]
+    assert apply("advantage_sign", [np.nan] * 5, rows, p=0.67).tolist() == [1, 0, 0, 1, 1]
+
+
+def test_td_error_drops_as_many_as_iif_the_best_predicted():
+    rows = more_rows(td_error=[0.1, -3, 0.2, -0.3, 5])
+    assert apply("td_error", [-1, -1, -1, 1, 1], rows, p=0.67).tolist() == [0, 1, 0, 1, 1]

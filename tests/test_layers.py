@@ -14,8 +14,8 @@ PART = {  # a module's part, by the first name below `jaxattr`
     "ops": 1,
     "networks": 2, "envs": 2,
     "rollout": 3, "attribution": 3, "evaluate": 3,
-    "update": 4, "train": 4,
-    "presets": 5, "host": 5, "analysis": 5, "testing": 5,
+    "metrics": 4, "update": 4, "train": 4,
+    "presets": 5, "studies": 5, "host": 5, "analysis": 5, "testing": 5,
     "": 6,  # the front door, jaxattr/__init__.py
 }  # fmt: skip
 NARROWER = {  # where the rule is stricter than "own layer and below"

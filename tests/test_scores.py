@@ -17,7 +17,7 @@ from oracles import statistics as statistics_oracle
 
 from jaxattr import influence_scores, keep_mask, per_sample_gradients
 from jaxattr.attribution.estimators import ESTIMATORS, jvp_scores, per_sample_scores
-from jaxattr.attribution.scores import loss_advantage, score_records
+from jaxattr.attribution.scores import loss_advantage, record_objective
 from jaxattr.attribution.targets import TARGETS, register_target
 from jaxattr.config import Config, ConfigError
 from jaxattr.networks import make_networks
@@ -82,11 +82,10 @@ def test_both_estimators_equal_the_definition_and_finite_differences(kind):
         direction = trees.unflattener(params)(jnp.asarray(direction))
         for estimator in ESTIMATORS:
             got = jax.jit(
-                lambda d, name=estimator: score_records(
-                    nets.log_prob, params, obs, action, advantage, d,
-                    estimator=name, entropy_fn=nets.entropy, entropy_weight=c,
+                lambda d, name=estimator: ESTIMATORS[name](
+                    record_objective(nets.log_prob, nets.entropy, c), params, (obs, action, advantage), d, None
                 )
-            )(direction)  # fmt: skip
+            )(direction)
             close(got, want, 1e-11)
 
         @jax.jit
@@ -414,7 +413,7 @@ def trainer_scores(nets, params, obs, action, advantage, **options):
     records = Records(
         obs=jnp.asarray(obs), action=jnp.asarray(action), advantage=jnp.asarray(advantage),
         log_prob=nothing, value=nothing, reward=nothing, return_=nothing, td_error=nothing,
-        terminated=no, truncated=no, valid=~no,
+        mc_advantage=nothing, segment=jnp.arange(len(advantage)), terminated=no, truncated=no, valid=~no,
     )  # fmt: skip
     config = Config(filter="iif", **options)
     step = UpdateStep(config, nets, collector=None)

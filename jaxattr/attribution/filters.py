@@ -8,12 +8,14 @@ tests them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
+from jaxattr.attribution.units import unit_sums
 from jaxattr.types import Array, PRNGKey, Records
 
 
@@ -68,18 +70,90 @@ def random(scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, mi
     return drop_lowest(priority, records.valid, drop_count(scores, records.valid, p, min_keep)).astype(jnp.float32)
 
 
-FILTERS: dict[str, Rule] = {"none": keep_all, "iif": iif, "zero": zero, "random": random}
-UNWEIGHTED = {"none", "iif", "zero", "random"}
-"""Rules whose weights are only 0 and 1: their losses need no weighting."""
+def dtv(scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
+    """`dtv`: drop whole segments whose scores sum to less than 0, the score being about the round's mean gradient.
+
+    A segment is a stretch of one environment's rows, cut at episode and rollout end (p is not used). Where less than
+    `min_keep` records would stay, the records of the least negative segments stay, too.
+
+    Source: DTV / DTV-Loo (2026); `dtv_loo` leaves the segment itself out of the mean that it is scored against.
+    """
+    of_segment = unit_sums(jnp.where(records.valid, scores, 0.0), records.segment)[records.segment]
+    return zero(of_segment, records, key, round, p, min_keep)
 
 
-def register_filter(name: str, rule: Rule, *, weighted: bool = True) -> None:
+def reweight(scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
+    """`reweight`: drop every record whose score is not positive, weight the rest by score / mean (p is not used).
+
+    Fewer than `min_keep` positive ones: the `min_keep` best are kept, each with weight 1.
+
+    Source: I-PPO (arXiv 2604.01597), where the unit is an episode and the target a validation set.
+    """
+    scores = jnp.where(records.valid & jnp.isfinite(scores), scores, 0.0)
+    positive = jnp.maximum(scores, 0.0)
+    count = jnp.sum(positive > 0)
+    weights = positive / jnp.maximum(jnp.sum(positive) / jnp.maximum(count, 1), jnp.finfo(scores.dtype).tiny)
+    spare = jnp.maximum(jnp.sum(records.valid) - min_keep, 0)
+    best = drop_lowest(scores, records.valid, spare).astype(scores.dtype)
+    return jnp.where(count >= min_keep, weights, best)
+
+
+def advantage_sign(scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
+    """`advantage_sign`: drop the share p of the records whose advantage has the wrong sign, the worst first.
+
+    Wrong: the product of the GAE advantage and the Monte-Carlo one (same rollout, lambda = 1) is negative; the more so,
+    the worse. Scores are not read. Source: a baseline of Hu et al. 2025.
+    """
+    return iif(records.advantage * records.mc_advantage, records, key, round, p, min_keep)
+
+
+def td_error(scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
+    """`td_error`: drop as many records as `iif` would, those of the smallest absolute TD error.
+
+    The idea of prioritised replay: what was predicted well teaches little. Scores only say how many are dropped.
+    """
+    count = drop_count(scores, records.valid, p, min_keep)
+    return drop_lowest(jnp.abs(records.td_error), records.valid, count).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A rule and what it asks of the scores; callable like the rule itself."""
+
+    rule: Rule
+    weighted: bool = True  # False: weights are only 0 and 1, and the loss needs no product
+    target: str | None = None  # the only target whose scores the rule can read; None: as configured
+    monte_carlo: bool = False  # reads records.mc_advantage
+
+    def __call__(self, scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
+        """The rule's weights (N,)."""
+        return self.rule(scores, records, key, round, p, min_keep)
+
+
+FILTERS: dict[str, Filter] = {
+    "none": Filter(keep_all, weighted=False),
+    "iif": Filter(iif, weighted=False),
+    "zero": Filter(zero, weighted=False),
+    "random": Filter(random, weighted=False),
+    "dtv": Filter(dtv, weighted=False, target="gradient"),
+    "dtv_loo": Filter(dtv, weighted=False, target="gradient_loo"),
+    "reweight": Filter(reweight),
+    "advantage_sign": Filter(advantage_sign, weighted=False, monte_carlo=True),
+    "td_error": Filter(td_error, weighted=False),
+}
+
+
+def register_filter(
+    name: str, rule: Rule, *, weighted: bool = True, target: str | None = None, monte_carlo: bool = False
+) -> None:
     """Make `rule` available as `Config(filter=name)` and on the command line.
 
     Args:
       name: not yet taken.
       rule: see the module's docstring.
       weighted: False if the weights are only 0 and 1 (saves a product in the loss).
+      target: the target that the rule's scores must be about, whatever the configuration says; None = as configured.
+      monte_carlo: the rule reads `records.mc_advantage` (NaN otherwise: it costs a pass over the rollout).
 
     Raises:
       ValueError: the name is taken or `rule` cannot be called.
@@ -88,9 +162,7 @@ def register_filter(name: str, rule: Rule, *, weighted: bool = True) -> None:
         raise ValueError(
             f"filter {name!r} is already registered" if name in FILTERS else f"filter {name!r}: no callable"
         )
-    FILTERS[name] = rule
-    if not weighted:
-        UNWEIGHTED.add(name)
+    FILTERS[name] = Filter(rule, weighted, target, monte_carlo)
 
 
 def keep_mask(scores: Any, *, rule: str = "iif", p: float = 0.125, key: PRNGKey | None = None) -> Array:
@@ -98,7 +170,7 @@ def keep_mask(scores: Any, *, rule: str = "iif", p: float = 0.125, key: PRNGKey 
 
     Args:
       scores: (N,) finite.
-      rule: a rule that needs scores only: none, iif, zero, random.
+      rule: a rule that needs scores only: none, iif, zero, random, reweight.
       p: share of the negatives to drop, in [0, 1].
       key: for `random`.
 

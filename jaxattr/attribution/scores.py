@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattr.attribution.estimators import ESTIMATORS, map_records
+from jaxattr.attribution.estimators import ESTIMATORS, Objective, map_records
 from jaxattr.attribution.targets import LogProbFn, return_target
 from jaxattr.ops.statistics import standardize, standardize_chunks
 from jaxattr.types import Array, Params, Records
@@ -52,39 +52,25 @@ def loss_advantage(
     return jnp.zeros_like(chunked).at[order].set(chunked)
 
 
-def score_records(
+def record_objective(
     log_prob_fn: LogProbFn,
-    params: Params,
-    obs: Array,
-    action: Array,
-    advantage: Array,
-    direction: Params,
-    *,
-    estimator: str = "jvp",
     entropy_fn: Callable[[Params, Array, Array], Array] | None = None,
     entropy_weight: Array | float = 0.0,
-    chunk_size: int | None = None,
-) -> Array:
-    """score_i = < A^_i grad log pi_i + c grad H_i, direction >, (N,).
+) -> Objective:
+    """L_i(theta) = A^_i log pi(a_i|s_i) + c H_i of ONE record `(obs, action, A^)`: what a step on it climbs.
 
     Args:
-      log_prob_fn: (params, obs_i, action_i) -> (), for one record.
-      params: point at which everything is differentiated.
-      obs, action: leading axis N.
-      advantage: (N,) loss-side advantage A^, a constant.
-      direction: like params; the target's gradient.
-      estimator: a name in `ESTIMATORS`.
+      log_prob_fn: (params, obs_i, action_i) -> ().
       entropy_fn: (params, obs_i, action_i) -> (), or None.
       entropy_weight: c.
-      chunk_size: records at a time.
     """
 
-    def objective(p: Params, record: tuple[Array, Array, Array]) -> Array:
-        o, a, adv = record
-        value = adv * log_prob_fn(p, o, a)
-        return value if entropy_fn is None else value + entropy_weight * entropy_fn(p, o, a)
+    def objective(params: Params, record: tuple[Array, Array, Array]) -> Array:
+        obs, action, advantage = record
+        value = advantage * log_prob_fn(params, obs, action)
+        return value if entropy_fn is None else value + entropy_weight * entropy_fn(params, obs, action)
 
-    return ESTIMATORS[estimator](objective, params, (obs, action, advantage), direction, chunk_size)
+    return objective
 
 
 def influence_scores(
@@ -154,18 +140,13 @@ def influence_scores(
         if getattr(shape, "shape", None) != ():
             raise ValueError(f"target returns {shape}: must return one scalar")
         direction = jax.grad(target)(params)
-    scores = score_records(
+    objective = record_objective(
         log_prob_fn,
-        params,
-        obs,
-        action,
-        loss_advantage(advantage, valid, normalize, norm_chunk, ddof),
-        direction,
-        estimator=estimator,
-        entropy_fn=None if entropy_fn is None or ent_coef == 0 else (lambda p, o, a: entropy_fn(p, o)),
-        entropy_weight=ent_coef / n if entropy_scale == "published" else ent_coef,
-        chunk_size=chunk_size,
+        None if entropy_fn is None or ent_coef == 0 else (lambda p, o, a: entropy_fn(p, o)),
+        ent_coef / n if entropy_scale == "published" else ent_coef,
     )
+    data = (obs, action, loss_advantage(advantage, valid, normalize, norm_chunk, ddof))
+    scores = ESTIMATORS[estimator](objective, params, data, direction, chunk_size)
     _check_finite("score", scores)
     return scores
 
@@ -197,6 +178,8 @@ def _bare_records(obs: Array, action: Array, advantage: Array, valid: Array) -> 
         advantage=advantage,
         return_=nothing,
         td_error=nothing,
+        mc_advantage=nothing,
+        segment=jnp.zeros(valid.shape, jnp.int32),
         terminated=~valid,
         truncated=~valid,
         valid=valid,

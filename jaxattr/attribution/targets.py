@@ -29,7 +29,20 @@ def return_target(log_prob_fn: LogProbFn, params: Params, records: Records) -> A
     return jnp.sum(jnp.where(records.valid, records.advantage * log_prob, 0.0)) / count
 
 
+def action_target(obs: Array, action: Array) -> Target:
+    """f_act(theta) = log pi_theta(action given obs) at one chosen pair (obs as the network sees it)."""
+
+    def target(log_prob_fn: LogProbFn, params: Params, records: Records) -> Array:
+        return log_prob_fn(params, obs, action)
+
+    return target
+
+
 TARGETS: dict[str, Target] = {"return": return_target}
+"""Beside these, `gradient` (the mean of the records' own objectives) and `gradient_loo` (the same without the unit that
+is scored) are known to `attribution.influence`: they are made of the objective, not of a function of the records."""
+
+OF_OBJECTIVE = ("gradient", "gradient_loo")
 
 
 def register_target(name: str, target: Target) -> None:
