@@ -6,6 +6,7 @@ from jaxattr.attribution.targets import register_target
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs.registry import register
 from jaxattr.host.agent import Agent, load_agent
+from jaxattr.host.rounds import load_round
 from jaxattr.host.run import ChunkInfo, Run, Stopped
 from jaxattr.host.runner import train
 from jaxattr.host.xla import use_all_cores
@@ -23,6 +24,7 @@ __all__ = [
     "influence_scores",
     "keep_mask",
     "load_agent",
+    "load_round",
     "per_sample_gradients",
     "preset",
     "register",

@@ -18,9 +18,9 @@ import optax
 
 from jaxattr.attribution.estimators import Objective
 from jaxattr.attribution.filters import FILTERS
-from jaxattr.attribution.influence import influence, target_gradient, without_own_unit
+from jaxattr.attribution.influence import influence, mean_gradient, without_own_unit
 from jaxattr.attribution.scores import loss_advantage, record_objective
-from jaxattr.attribution.targets import Target
+from jaxattr.attribution.targets import OF_OBJECTIVE, TARGETS, Target
 from jaxattr.attribution.units import segment_ids
 from jaxattr.config import Config
 from jaxattr.envs.base import tree_select
@@ -209,13 +209,9 @@ class UpdateStep:
           unit_ids: what `gradient_loo` leaves out together; None = segments.
         """
         c = self.config
-        if target is None:
-            target = FILTERS[c.filter].target or c.target
+        target = (FILTERS[c.filter].target or c.target) if target is None else target
         objective, data = self.objective(records, key, settings)
-        aimed = records
-        if c.target_normalize:
-            aimed = records.replace(advantage=standardize(records.advantage, records.valid))
-        gradient = target_gradient(target, state.params, self.nets.log_prob, aimed, objective, data)
+        gradient = self.target_gradient(target, state.params, records, key, settings)
         weight = self.metric(state, c.score_metric if metric is None else metric, settings)
         scores, size = influence(
             objective, state.params, data, gradient, weight, estimator=c.estimator, chunk_size=c.score_chunk
@@ -224,6 +220,20 @@ class UpdateStep:
             ids = jnp.where(records.valid, records.segment if unit_ids is None else unit_ids, -1)
             scores = without_own_unit(scores, objective, state.params, data, ids, c.num_envs, weight)
         return scores, size
+
+    def target_gradient(
+        self, target: str | Target | None, params: Params, records: Records, key: PRNGKey, settings: Settings
+    ) -> Params:
+        """grad f at any parameters; `None` = the filter's or the configuration's target. See `score`."""
+        c = self.config
+        target = (FILTERS[c.filter].target or c.target) if target is None else target
+        if target in OF_OBJECTIVE:
+            objective, data = self.objective(records, key, settings)
+            return mean_gradient(objective, params, data, records.valid)
+        if c.target_normalize:
+            records = records.replace(advantage=standardize(records.advantage, records.valid))
+        f = TARGETS[target] if isinstance(target, str) else target
+        return jax.grad(lambda p: f(self.nets.log_prob, p, records))(params)
 
     def objective(self, records: Records, key: PRNGKey, settings: Settings) -> tuple[Objective, Any]:
         """What a step on one record climbs at the round's first parameters, and its data with a leading N axis."""

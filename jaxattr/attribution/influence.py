@@ -14,39 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxattr.attribution.estimators import ESTIMATORS, Objective
-from jaxattr.attribution.targets import OF_OBJECTIVE, TARGETS, LogProbFn, Target
 from jaxattr.attribution.units import unit_sums
 from jaxattr.ops import trees
-from jaxattr.types import Array, Params, Records
+from jaxattr.types import Array, Params
 
 
-def target_gradient(
-    target: str | Target,
-    params: Params,
-    log_prob_fn: LogProbFn,
-    aimed: Records,
-    objective: Objective,
-    data: Any,
-) -> Params:
-    """grad f(theta).
+def mean_gradient(objective: Objective, params: Params, data: Any, valid: Array) -> Params:
+    """Gradient of the mean objective over valid records: the targets `gradient` and `gradient_loo`."""
 
-    Args:
-      target: a name in `TARGETS`, `gradient` or `gradient_loo` (mean of `objective` over valid records), or a function
-        like those in `TARGETS`.
-      params: theta.
-      log_prob_fn: (params, obs_i, action_i) -> ().
-      aimed: the records that the target reads.
-      objective, data: of the records that are scored, `data` with a leading N axis.
-    """
-    if target in OF_OBJECTIVE:
+    def mean(p: Params) -> Array:
+        each = jax.vmap(objective, (None, 0))(p, data)
+        return jnp.sum(jnp.where(valid, each, 0.0)) / jnp.maximum(jnp.sum(valid), 1)
 
-        def mean(p: Params) -> Array:
-            each = jax.vmap(objective, (None, 0))(p, data)
-            return jnp.sum(jnp.where(aimed.valid, each, 0.0)) / jnp.maximum(jnp.sum(aimed.valid), 1)
-
-        return jax.grad(mean)(params)
-    f = TARGETS[target] if isinstance(target, str) else target
-    return jax.grad(lambda p: f(log_prob_fn, p, aimed))(params)
+    return jax.grad(mean)(params)
 
 
 def influence(

@@ -45,13 +45,14 @@ def from_plain(plain: Any, like: Any) -> Any:
     """Inverse of `to_plain`: leaves get the dtypes and key types of `like`.
 
     Raises:
-      ValueError: a shape or dtype differs, naming the leaf.
+      ValueError: a shape or dtype differs, naming the leaf. (`like` may hold arrays or `jax.ShapeDtypeStruct`.)
     """
     names = trees.paths(like)
 
     def leaf(name: str, x: Any, y: Any) -> Any:
-        if isinstance(y, jax.Array) and jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=jax.random.key_impl(y))
+        if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
+            impl = jax.random.key_impl(y) if isinstance(y, jax.Array) else None
+            return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=impl)
         if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, expected {y.dtype}{list(y.shape)}")
         return jax.numpy.asarray(x)

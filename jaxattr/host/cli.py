@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import sys
@@ -24,9 +25,18 @@ OVERVIEW = """jaxattr: train PPO agents in JAX and know which experiences made t
   jaxattr compare FrozenLake-misc --preset paper --filters none iif random --out runs/fl
   jaxattr eval runs/cp --episodes 100             test a trained run
   jaxattr render runs/cp --out cp.gif             watch it
+  jaxattr train CartPole-v1 --record-rounds every:5 --out runs/cp     keep whole rounds, then ask about them:
+  jaxattr diagnose runs/cp/rounds/round_000005.npz          were its advantages right?
+  jaxattr counterfactual runs/cp/rounds/round_000005.npz    does a score predict what retraining does?
+  jaxattr behaviour runs/cp                                 which records made an action likely, round by round?
+  jaxattr intervene runs/cp                                 does each round end better on the filtered records?
   jaxattr config diff runs/a runs/b               what differs (also tuned:ENV, paper:ENV, files)
 
 Each command has --help. Bad input ends with one line and exit code 2."""
+
+
+STUDIES = ("counterfactual", "diagnose", "behaviour", "intervene")
+"""Commands on recorded rounds, each in a module of its own."""
 
 
 @dataclass
@@ -53,8 +63,9 @@ class Train:
     """Continue the run in this folder from its last good checkpoint."""
     init_from: Path | None = None
     """Start from another run's weights, optimiser and normaliser."""
-    record_rounds: tuple[int, ...] = ()
-    """Rounds whose most helpful and most harmful records go to records.csv (the last one always does)."""
+    record_rounds: tuple[str, ...] = ()
+    """Rounds to keep whole, such as 1,5,10 or every:10, for counterfactual, diagnose, behaviour, intervene; their most
+    helpful and most harmful records go to records.csv (the last round's always do)."""
     wandb: bool = False
     """Log to Weights & Biases as well (WANDB_MODE=offline works)."""
     quiet: bool = False
@@ -133,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": _eval,
         "render": _render,
         "config": _config,
+        **{name: _study(name) for name in STUDIES},
     }
     if not args or args[0] in ("-h", "--help", "help"):
         print(OVERVIEW)
@@ -154,10 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _study(name: str) -> Callable[[list[str]], int]:
+    """The `main` of `jaxattr.host.<name>`, imported when it is called."""
+    return lambda argv: importlib.import_module(f"jaxattr.host.{name}").main(argv)
+
+
 def _train(argv: list[str]) -> int:
     base = _base(argv)
     args = _parse("train", argv, Train(env=base.env, settings=base.config))
     use_all_cores(args.seeds if base.seeds is None else len(base.seeds))
+    from jaxattr.host.rounds import parse_rounds
     from jaxattr.host.run import Stopped
     from jaxattr.host.runner import Session
 
@@ -172,9 +190,10 @@ def _train(argv: list[str]) -> int:
         resume=args.resume is not None,
         init_from=args.init_from,
         wandb=args.wandb,
+        record_rounds=parse_rounds(args.record_rounds, config.total_updates),
     )
     try:
-        run = session.run(record_rounds=args.record_rounds, quiet=args.quiet)
+        run = session.run(quiet=args.quiet)
     except Stopped as error:
         print(f"jaxattr: {error}", file=sys.stderr)
         return 3

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.analysis import plots
-from jaxattr.config import Config
+from jaxattr.config import Config, ConfigError
 from jaxattr.envs.base import Env
 from jaxattr.host.agent import Agent
 from jaxattr.host.outputs import record_rows
 from jaxattr.host.progress import duration
+from jaxattr.host.rounds import load_round
+from jaxattr.studies.replay import Round
 from jaxattr.types import TrainState
 from jaxattr.update import UpdateStep
 
@@ -50,6 +52,7 @@ class Run:
       seconds: (updates,) wall seconds of training per round, all lanes together.
       summary: what summary.json holds.
       state: the training state after the last round, with a leading lane axis.
+      rounds: recorded rounds: number -> `Round`, or its file where the run has a folder; `round` opens either.
     """
 
     env_id: str
@@ -62,6 +65,7 @@ class Run:
     evaluations: dict[int, np.ndarray] = field(default_factory=dict)
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     summary: dict[str, Any] = field(default_factory=dict)
+    rounds: dict[int, Any] = field(default_factory=dict)
     _judged: dict[int, Any] = field(default_factory=dict)
     _replay: Callable[[int], Any] | None = None
 
@@ -82,6 +86,18 @@ class Run:
             take(self.state.params),
             take(self.state.obs_stats),
         )
+
+    def round(self, number: int) -> Round:
+        """A recorded round, whole: see `record_rounds` of `jaxattr.train`.
+
+        Raises:
+          ConfigError: it was not recorded.
+        """
+        if number not in self.rounds:
+            kept = ", ".join(map(str, sorted(self.rounds))) or "none"
+            raise ConfigError(f"round {number} was not recorded whole (recorded: {kept}); train with record_rounds")
+        kept = self.rounds[number]
+        return kept if isinstance(kept, Round) else load_round(kept)
 
     def records(self, round: int | None = None, *, index: int = 0, top: int = 20) -> list[dict[str, Any]]:
         """The most helpful and most harmful records of a round: score, observation, action, advantage, reward.

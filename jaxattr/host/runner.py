@@ -23,8 +23,10 @@ from jaxattr.host import checkpoint
 from jaxattr.host.history import History
 from jaxattr.host.outputs import RunFolder, metric_rows
 from jaxattr.host.progress import Progress
+from jaxattr.host.rounds import check_rounds, on_host, save_round, size_of
 from jaxattr.host.run import ChunkInfo, Run, Stopped, closing_lines, draw_run
 from jaxattr.presets import preset as named_preset
+from jaxattr.studies.replay import Round, RoundData, round_data
 from jaxattr.train import (
     init_state,
     lane_devices,
@@ -71,7 +73,7 @@ def train(
       init_from: folder of another run whose weights, optimiser and normaliser to start from.
       sweep: traced setting -> values; every combination with every seed is a lane, all in the same program.
       network: the user's flax module instead of the config's network.
-      record_rounds: 1-based rounds whose records to keep (the last one always is).
+      record_rounds: 1-based rounds to keep whole, for `Run.round` and the studies (the last one's records always are).
       callback: called after every chunk of updates; return True to stop early.
       quiet: no progress on stderr.
       wandb: log to Weights & Biases too.
@@ -90,8 +92,9 @@ def train(
         sweep=sweep,
         network=network,
         wandb=wandb,
+        record_rounds=record_rounds,
     )
-    return session.run(record_rounds=record_rounds, callback=callback, quiet=quiet)
+    return session.run(callback=callback, quiet=quiet)
 
 
 class Session:
@@ -109,6 +112,7 @@ class Session:
         sweep: Mapping[str, Sequence[float]] | None = None,
         network: nn.Module | None = None,
         wandb: bool = False,
+        record_rounds: Sequence[int] = (),
     ):
         if not seeds:
             raise ConfigError("seeds: at least one is needed")
@@ -120,7 +124,9 @@ class Session:
             raise ConfigError(f"seeds {seeds}: each may occur once")
         self.env_id, self.config, self.seeds, self.sweep = env_id, config, seeds, dict(sweep or {})
         self.env = make(env_id, config.env_args)
-        self.step = make_update_step(self.env, config, network)
+        check_rounds(record_rounds, config.total_updates)
+        self.record_rounds = tuple(record_rounds)
+        self.step = make_update_step(self.env, config, network, keep_states=bool(record_rounds))
         self.settings = lane_settings(config, len(seeds), self.sweep)
         self.folder = None if out is None else RunFolder(out, wandb)
         self.resume, self.init_from = resume, init_from
@@ -163,21 +169,21 @@ class Session:
     def run(
         self,
         *,
-        record_rounds: Sequence[int] = (),
         callback: Callable[[ChunkInfo], bool | None] | None = None,
         quiet: bool = True,
     ) -> Run:
         """Train to the end, or as far as it goes."""
         clock = time.perf_counter()
         lanes, total = len(self.seeds), self.config.total_updates
-        wrong = [r for r in record_rounds if not 1 <= r <= total]
-        if wrong:
-            raise ConfigError(f"record round {wrong[0]}: this run has rounds 1 to {total}")
         title = f"{self.env_id} {self.config.filter}"
         with Progress(title, total, quiet) as progress:
             for line in self.header():
                 progress.say(line)
             fresh = init_state(self.step, self.seeds)
+            if self.record_rounds:
+                size = size_of(self.step, fresh, self.settings) / 2**20
+                where = "in memory" if self.folder is None else f"in {self.folder.path / 'rounds'}"
+                progress.say(f"recording {len(self.record_rounds)} whole rounds {where}, {size:.3g} MiB each")
             state, done, history = self._start_state(fresh, progress)
             if self.folder is not None and not self.resume:
                 self.folder.write_json("config.json", {**self.description, "version": __version__})
@@ -203,13 +209,14 @@ class Session:
             if self.resume or self.init_from is not None:
                 run._replay = None
             spent = {"train": 0.0, "eval": 0.0, "write": 0.0}
-            stops = sorted({r for r in record_rounds if r > done} | {total})
+            wanted = {r for r in self.record_rounds if r > done}
+            stops = sorted(wanted | {total})
             pace = 0.0  # seconds per round, once known
             resumed_at = done
             progress.begin(done)
             while done < total and bool(np.any(np.asarray(state.alive))):
                 count = min(length, self._until_event(done, stops), _per_call(pace))
-                begin = time.perf_counter()
+                before, begin = state, time.perf_counter()
                 state, metrics, judged = chunk(state, settings, jnp.int32(count))
                 metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[:n], metrics)
                 spent["train"] += (took := time.perf_counter() - begin)
@@ -218,7 +225,9 @@ class Session:
                 for line in history.new_stops(self.seeds, self.config):
                     progress.say(line)
                 if done in stops:
-                    run._judged[done] = jax.tree.map(np.asarray, judged)
+                    run._judged[done] = judged = on_host(judged)
+                if done in wanted:
+                    self._record(run, done, on_host(round_data(settings, before, state, judged)))
                 if done == total or (self.config.eval_every and done % self.config.eval_every == 0):
                     begin = time.perf_counter()
                     result = jax.tree.map(np.asarray, evaluator(state.params, state.obs_stats, eval_key))
@@ -291,13 +300,22 @@ class Session:
 
     def _until_event(self, done: int, stops: Sequence[int]) -> int:
         """Rounds until something must happen between two rounds."""
-        ahead = [s - done for s in stops if s > done]
+        alone = {r - 1 for r in self.record_rounds}  # a recorded round is a call of its own: its start is kept, too
+        ahead = [s - done for s in (*stops, *alone) if s > done]
         if self.config.eval_every:
             ahead.append(self.config.eval_every - done % self.config.eval_every)
         if self.folder is not None:
             every = self._checkpoint_every()
             ahead.append(every - done % every)
         return min(ahead)
+
+    def _record(self, run: Run, number: int, data: RoundData) -> None:
+        """Keep a whole round: in the run's folder, or in memory where there is none."""
+        if self.folder is not None:
+            run.rounds[number] = save_round(self.folder.path, number, data, self.description)
+        else:
+            whole = jax.tree.map(jnp.asarray, data)
+            run.rounds[number] = Round(self.env_id, self.config, self.seeds, number, self.env, self.step, whole)
 
     def _write(self, run: Run, history: History, done: int) -> None:
         """Metrics first, then the checkpoint that makes them count."""
@@ -395,7 +413,7 @@ def _replay(chunk: Any, state: TrainState, settings: Any, round: int, length: in
         count = min(length, round - done)
         state, _, judged = chunk(state, settings, jnp.int32(count))
         done += count
-    return jax.tree.map(np.asarray, judged)
+    return on_host(judged)
 
 
 def _borrow(path: Path, fresh: TrainState, seeds: Sequence[int]) -> TrainState:

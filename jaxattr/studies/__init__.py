@@ -1,0 +1,1 @@
+"""Experiments on recorded rounds: counterfactual retraining, diagnosis by branching, behaviour, intervention."""
