@@ -56,7 +56,7 @@ def test_a_round_says_how_large_it_is(run):
     step = jaxattr.load_round(path_of(run[1], 2))
     said = size_of(step.step, step.data.before, step.data.settings)
     assert said == pytest.approx(total, rel=0.01)
-    assert "before/params/policy/mlp/dense_0/kernel" in arrays.files
+    assert "before/params/policy/body/dense_0/kernel" in arrays.files
     assert json.loads(str(arrays["meta"]))["seeds"] == [0, 1]
 
 

@@ -2,7 +2,7 @@
 
     RUN/rounds/round_000005.npz     a zip of .npy arrays, readable with numpy.load(path, allow_pickle=False)
 
-Every array is named by its place in `studies.replay.RoundData`, such as `before/params/policy/dense_0/kernel`, and has
+Every array is named by its place in `studies.replay.RoundData`, such as `before/params/policy/body/dense_0/kernel`, and has
 a leading lane axis; PRNG keys are stored as their raw uint32 data. `meta` is a JSON text: format, version,
 environment, seeds, swept settings, configuration, round. Nothing is ever unpickled.
 """
