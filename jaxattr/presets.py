@@ -47,13 +47,13 @@ _TUNED: dict[str, dict[str, Any]] = {
         "normalize_obs": True,
         "total_steps": 500_000,
     },
-    # PureJaxRL's MinAtar settings with Young & Tian's convolution; lower learning rate for the CNN.
+    # PureJaxRL's MinAtar settings with Young & Tian's convolution; half the learning rate for the CNN.
     "MinAtar": {
         "num_envs": 64,
         "num_steps": 128,
         "minibatch_size": 1024,
         "num_epochs": 4,
-        "learning_rate": 1e-3,
+        "learning_rate": 2.5e-3,
         "lr_schedule": "linear",
         "ent_coef": 0.01,
         "hidden": (128,),

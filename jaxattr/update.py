@@ -280,13 +280,30 @@ class UpdateStep:
         weights: Array,
         key: PRNGKey,
         settings: Settings,
+        *,
+        keep: Array | None = None,
+        kept: Array | int | None = None,
         watch: Watch | None = None,
     ) -> tuple[Params, Any, Training]:
-        """Epochs x minibatches on the records of positive weight; `watch` sees every minibatch before its step."""
+        """Epochs x minibatches on the records of positive weight, for ONE lane.
+
+        Args:
+          state: before the round: parameters, optimiser, schedule.
+          records: (N,) of the round.
+          weights: (N,) factors of the records' losses; 0 = dropped.
+          key: of the visiting orders; used up.
+          settings: traced numbers.
+          keep: (N,) bool, the records that are visited; None = those of positive weight.
+          kept: how many those are, where the caller knows: one number for many lanes keeps their loops in step.
+          watch: sees every minibatch before its step.
+        """
         c, n = self.config, weights.shape[0]
         everything = c.filter == "none" and self.collector.all_valid
-        keep = None if everything else weights > 0
-        kept = n if keep is None else jnp.sum(keep, dtype=jnp.int32)
+        if not everything:
+            keep = weights > 0 if keep is None else keep
+            kept = jnp.sum(keep, dtype=jnp.int32) if kept is None else kept
+        else:
+            keep, kept = None, n
         order = self.shuffle(key, n, c.num_epochs, keep)
         matched = c.training == "step_matched" and not everything
         per_epoch: Any = c.minibatches_per_epoch

@@ -236,7 +236,7 @@ def test_watching_changes_no_parameter(problem):
     with jax.enable_x64(True):
         weights, key = jnp.ones(problem.n), jax.random.key(3)
         watch = TracIn(step.gain(problem.settings), lambda p: p, "step")
-        run = lambda w: jax.jit(lambda s: step.optimize(s, problem.records, weights, key, problem.settings, w))(
+        run = lambda w: jax.jit(lambda s: step.optimize(s, problem.records, weights, key, problem.settings, watch=w))(
             problem.state
         )
         assert np.allclose(flat(run(watch)[0]), flat(run(None)[0]), rtol=1e-12)

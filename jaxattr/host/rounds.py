@@ -2,8 +2,8 @@
 
     RUN/rounds/round_000005.npz     a zip of .npy arrays, readable with numpy.load(path, allow_pickle=False)
 
-Every array is named by its place in `studies.replay.RoundData`, such as `before/params/policy/body/dense_0/kernel`, and has
-a leading lane axis; PRNG keys are stored as their raw uint32 data. `meta` is a JSON text: format, version,
+Every array is named by its place in `studies.replay.RoundData`, such as `before/params/policy/body/dense_0/kernel`,
+and has a leading lane axis; PRNG keys are stored as their raw uint32 data. `meta` is a JSON text: format, version,
 environment, seeds, swept settings, configuration, round. Nothing is ever unpickled.
 """
 
@@ -98,7 +98,7 @@ def load_round(path: str | os.PathLike, *, network: nn.Module | None = None) -> 
     Raises:
       ConfigError: no round is there, it is damaged, or another version wrote it; one line.
     """
-    file = _find(Path(path))
+    file = find_round(Path(path))
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
@@ -141,7 +141,12 @@ def load_rounds(folder: Path, *, network: nn.Module | None = None) -> list[Round
     return [load_round(file, network=network) for file in files]
 
 
-def _find(path: Path) -> Path:
+def find_round(path: Path) -> Path:
+    """The file of a round: `path` itself, or the only one of the run in `path`.
+
+    Raises:
+      ConfigError: there is none, or several.
+    """
     if path.is_file():
         return path
     files = sorted((path / "rounds").glob("round_*.npz"))
@@ -166,6 +171,11 @@ def _structure(step: Any, config: Config, seeds: Sequence[int], sweep: dict[str,
 
 
 def on_host(tree: Any) -> Any:
-    """numpy arrays instead of device arrays; PRNG keys stay keys."""
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), tree)
+    """numpy arrays instead of device arrays, and PRNG keys that are tied to no device."""
+
+    def leaf(x: Any) -> Any:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return np.asarray(x)
+
+    return jax.tree.map(leaf, tree)

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxattr.attribution.targets import Target
 from jaxattr.attribution.tracin import TracIn
-from jaxattr.attribution.units import unit_ids
+from jaxattr.attribution.units import UNITS, unit_ids
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs.base import Env
 from jaxattr.types import Array, Judged, Params, PRNGKey, Records, Rollout, Settings, TrainState
@@ -79,6 +79,8 @@ def learning_keys(before: TrainState) -> tuple[PRNGKey, PRNGKey, PRNGKey]:
 
 def units(step: UpdateStep, data: RoundData, kind: str) -> Array:
     """(N,) unit ids of one lane's records; see `attribution.units`."""
+    if kind not in UNITS:
+        raise ConfigError(f"unit is {kind!r}: must be one of {', '.join(UNITS)}")
     r, envs = data.records, data.before.env_state
     if kind == "episode" and not hasattr(envs, "episode_length"):
         raise ConfigError("unit 'episode': this collector does not say where episodes began; use 'segment'")
@@ -86,27 +88,43 @@ def units(step: UpdateStep, data: RoundData, kind: str) -> Array:
     return unit_ids(kind, r.segment, r.terminated | r.truncated, started, r.valid)
 
 
-def subset_step(step: UpdateStep, training: str = "compact") -> UpdateStep:
-    """The same update step, but for training on any subset of the records with weights 0 and 1."""
-    return dataclasses.replace(step, config=step.config.replace(filter="zero", training=training, warmup_rounds=0))
+def subset_step(step: UpdateStep, training: str = "compact", weighted: bool = False) -> UpdateStep:
+    """The same update step, but for training on any subset of the records.
+
+    Args:
+      step: of the run.
+      training: `compact` or `step_matched`.
+      weighted: losses are multiplied by weights (else weights are only 0 and 1).
+    """
+    rule = "reweight" if weighted else "zero"  # stands for its kind only: the rule itself is not applied
+    return dataclasses.replace(step, config=step.config.replace(filter=rule, training=training, warmup_rounds=0))
 
 
 def retrain(
-    step: UpdateStep, data: RoundData, weights: Array, key: PRNGKey | None = None, watch: Watch | None = None
+    step: UpdateStep,
+    data: RoundData,
+    weights: Array,
+    *,
+    key: PRNGKey | None = None,
+    keep: Array | None = None,
+    kept: Array | int | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Params, Any]:
-    """Repeat one lane's optimisation from the round's start on the records of positive weight.
+    """Repeat one lane's optimisation from the round's start on some of its records.
 
     Args:
       step: the run's, or `subset_step` of it.
+      data: one lane.
       weights: (N,).
       key: of the visiting orders; None = the run's own, so what stays is visited in the order it was.
-      watch: see `UpdateStep.optimize`.
+      keep, kept, watch: see `UpdateStep.optimize`.
 
     Returns:
       (parameters after the round, what `watch` made of it).
     """
     key = learning_keys(data.before)[2] if key is None else key
-    params, _, training = step.optimize(data.before, data.records, weights, key, data.settings, watch)
+    options = {"keep": keep, "kept": kept, "watch": watch}
+    params, _, training = step.optimize(data.before, data.records, weights, key, data.settings, **options)
     return params, training.watched
 
 
