@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 import time
@@ -22,6 +20,7 @@ from jaxattr.analysis.counterfactual import (
     render_rows,
     spearman_interval,
 )
+from jaxattr.analysis.tables import csv_text, plain
 from jaxattr.config import ConfigError
 from jaxattr.host.checkpoint import write_text
 from jaxattr.host.progress import Progress
@@ -282,16 +281,15 @@ def _text(round_, rows, leave_one_out, drops, drop, main, subsets, rate) -> str:
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
     """counterfactual.csv (LDS table), subsets.csv (a row per subset), counterfactual.json, counterfactual.png."""
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "counterfactual.csv", _csv(result["rows"]))
+    write_text(out / "counterfactual.csv", csv_text(result["rows"]))
     main = {e: result["predicted"][e][result["main"]] for e in result["measured"]}
     columns = {f"predicted {e}": main[e] for e in main} | {f"measured {e}": v for e, v in result["measured"].items()}
     table = [{name: float(values[m]) for name, values in columns.items()} for m in range(result["subsets"])]
-    write_text(out / "subsets.csv", _csv(table))
+    write_text(out / "subsets.csv", csv_text(table))
     leave_out = ("predicted", "measured", "text")
-    plain = {k: v for k, v in result.items() if k not in leave_out}
-    plain["drops"] = {e: {n: np.asarray(v).tolist() for n, v in d.items()} for e, d in result["drops"].items()}
-    plain["command"] = " ".join(["jaxattr", *sys.argv[1:]])
-    write_text(out / "counterfactual.json", json.dumps(plain, indent=1, default=float) + "\n")
+    document = {k: v for k, v in result.items() if k not in leave_out}
+    document["command"] = " ".join(["jaxattr", *sys.argv[1:]])
+    write_text(out / "counterfactual.json", json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
     counterfactual_figure(
         out / "counterfactual.png",
         result["rows"],
@@ -302,11 +300,3 @@ def write_result(out: Path, result: Mapping[str, Any]) -> None:
         f"({result['subsets']:,} subsets of {result['share']:.0%} of {result['units']:,} {result['unit']}s)",
         result["main"],
     )
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()

@@ -33,7 +33,7 @@ its old minibatch, the dropped ones' losses multiplied by 0 (nothing else change
 CHUNK = 16
 """Subsets retrained at a time on one device."""
 
-Effect = Callable[[Params], Array]
+Effect = Callable[[Params, RoundData], Array]
 
 
 class Subsets(NamedTuple):
@@ -80,7 +80,7 @@ def draw_subsets(key: PRNGKey, ids: Array, valid: Array, count: int, share: floa
 def make_effects(
     step: UpdateStep, data: RoundData, env: Env, actions: dict[str, int], episodes: int
 ) -> dict[str, Effect]:
-    """What is measured after a retraining: name -> (params -> ()).
+    """What is measured after a retraining: name -> ((params, data) -> ()).
 
     `return`: f_ret over the whole round, with its raw advantages. One per entry of `actions`: log pi of that record's
     action. `true_return`, if `episodes` > 0: the mean return of that many fresh episodes, the same ones each time.
@@ -97,13 +97,14 @@ def make_effects(
     for name, i in actions.items():
         if not 0 <= i < r.valid.shape[0] or not bool(r.valid[i]):
             raise ConfigError(f"{name}: this round has no record {i} (0 to {r.valid.shape[0] - 1})")
-    effects: dict[str, Effect] = {"return": lambda p: TARGETS["return"](log_prob, p, r)}
+    # The data comes as an argument, so that other rounds of the same run find the same compiled program.
+    effects: dict[str, Effect] = {"return": lambda p, d: TARGETS["return"](log_prob, p, d.records)}
     for name, i in actions.items():
-        effects[name] = lambda p, i=i: log_prob(p, r.obs[i], r.action[i])
+        effects[name] = lambda p, d, i=i: log_prob(p, d.records.obs[i], d.records.action[i])
     if episodes:
-        key = jax.random.key(step.config.eval_seed)
 
-        def true_return(params: Params) -> Array:
+        def true_return(params: Params, data: RoundData) -> Array:
+            key = jax.random.key(step.config.eval_seed)
             played = evaluate(step.nets, env, params, data.after.obs_stats, key, episodes)
             return jnp.mean(played.episode_return[STOCHASTIC])
 
@@ -130,7 +131,7 @@ def make_retrainer(
         keep = data.records.valid if masked else None
         count = step.config.records_per_round if masked and step.collector.all_valid else kept
         params, _ = retrain(learner, data, weights, keep=keep, kept=None if masked and count is None else count)
-        return {name: f(params) for name, f in effects.items()}
+        return {name: f(params, data) for name, f in effects.items()}
 
     def many(data: RoundData, weights: Array) -> dict[str, Array]:
         return jax.lax.map(lambda w: one(data, w), weights, batch_size=min(chunk, weights.shape[0]))
