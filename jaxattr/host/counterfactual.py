@@ -14,12 +14,11 @@ import numpy as np
 import tyro
 
 from jaxattr.analysis.counterfactual import (
-    FEWEST,
     counterfactual_figure,
     prediction_rows,
     render_rows,
-    spearman_interval,
 )
+from jaxattr.analysis.ranks import FEWEST, spearman_interval
 from jaxattr.analysis.tables import csv_text, plain
 from jaxattr.config import ConfigError
 from jaxattr.host.checkpoint import write_text
