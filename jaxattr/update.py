@@ -22,7 +22,7 @@ from jaxattr.attribution.influence import influence, mean_gradient, without_own_
 from jaxattr.attribution.scores import loss_advantage, record_objective
 from jaxattr.attribution.targets import OF_OBJECTIVE, TARGETS, Target
 from jaxattr.attribution.units import segment_ids
-from jaxattr.config import Config
+from jaxattr.config import Config, ConfigError
 from jaxattr.envs.base import tree_select
 from jaxattr.metrics import measure
 from jaxattr.networks import Networks
@@ -233,6 +233,9 @@ class UpdateStep:
         if c.target_normalize:
             records = records.replace(advantage=standardize(records.advantage, records.valid))
         f = TARGETS[target] if isinstance(target, str) else target
+        shape = jax.eval_shape(lambda p: f(self.nets.log_prob, p, records), params)
+        if getattr(shape, "shape", None) != ():
+            raise ConfigError(f"the target returns {shape}: must return one scalar")
         return jax.grad(lambda p: f(self.nets.log_prob, p, records))(params)
 
     def objective(self, records: Records, key: PRNGKey, settings: Settings) -> tuple[Objective, Any]:

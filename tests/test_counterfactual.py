@@ -233,6 +233,14 @@ def test_bad_input_is_one_line_and_nothing_written(usual, capsys, tmp_path, word
     assert not (tmp_path / "x").exists()
 
 
+def test_a_score_that_is_not_finite_is_named(usual):
+    broken = {
+        "mine": {"target": lambda log_prob, params, records: jnp.sqrt(-1.0 - 0 * log_prob(params, records.obs[0], 0))}
+    }
+    with pytest.raises(ConfigError, match="score 'mine' about return: not finite for record 0"):
+        counterfactual(usual[0], subsets=20, variants=broken)
+
+
 def test_writing_is_whole(usual, tmp_path, monkeypatch):
     result = counterfactual(usual[0], subsets=20, variants={"raw": {"normalize": "none"}}, extremes=2)
     write_result(tmp_path, result)

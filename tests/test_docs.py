@@ -17,12 +17,16 @@ from jaxattr.host.cli import main
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 
-SMALL = {"--seeds": 3, "--rounds": 2, "--total-steps": 4096, "--episodes": 2}
+SMALL = {"--seeds": 3, "--rounds": 6, "--total-steps": 4096, "--episodes": 2, "--subsets": 20}
 """The most that a command in a document may ask for when the tests run it."""
 EXTRA = {
     "train": ["--eval-episodes", "2", "--quiet"],
     "compare": ["--eval-episodes", "2", "--quiet"],
     "render": ["--max-steps", "20"],
+    "diagnose": ["--quiet"],
+    "counterfactual": ["--quiet", "--extremes", "4"],
+    "behaviour": ["--quiet"],
+    "intervene": ["--episodes", "2", "--quiet"],
 }
 NOT_RUN = (  # what only makes sense on a fresh machine, and the tests themselves
     r"python3 -m venv \.venv",

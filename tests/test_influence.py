@@ -150,6 +150,15 @@ def test_an_action_as_target(problem):
         assert np.allclose(problem.score(target=action_target(obs, action)), want, rtol=1e-10, atol=1e-14)
 
 
+def test_a_target_must_be_a_scalar(problem):
+    r = problem.records
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ConfigError, match=r"the target returns ShapeDtypeStruct\(shape=\(24,\).*must return one scalar"),
+    ):
+        problem.score(target=lambda log_prob, params, records: r.advantage * log_prob(params, r.obs[0], r.action[0]))
+
+
 def test_adams_view(problem):
     with jax.enable_x64(True):
         moments = problem.state.opt_state[1]
@@ -202,7 +211,7 @@ def test_tracin_equals_a_loop_over_steps_and_records(problem, refresh, target):
         key = jax.random.key(3)
         watch = TracIn(step.gain(problem.settings), jax.grad(f), refresh)
         params, _, training = jax.jit(
-            lambda s: step.optimize(s, r, weights, key, problem.settings, watch)
+            lambda s: step.optimize(s, r, weights, key, problem.settings, watch=watch)
         )(problem.state)  # fmt: skip
         sums = np.asarray(training.watched[0])
 

@@ -180,6 +180,7 @@ def counterfactual(
             scores["true_return"] = scores["return"]
         for effect, made in scores.items():
             scores[effect] = made | _controls(data, made, seed)
+        _check_scores(scores, np.asarray(data.records.valid))
         score_s = time.perf_counter() - begin
 
         progress.begin(0)
@@ -240,6 +241,14 @@ def _controls(data: Any, made: Mapping[str, Any], seed: int) -> dict[str, Any]:
         "control: advantage": data.records.advantage,
         "control: |TD error|": abs(data.records.td_error),
     }
+
+
+def _check_scores(scores: Mapping[str, Mapping[str, Any]], valid: np.ndarray) -> None:
+    for effect, made in scores.items():
+        for name, values in made.items():
+            bad = np.flatnonzero(valid & ~np.isfinite(np.atleast_2d(np.asarray(values))).all(axis=0))
+            if bad.size:
+                raise ConfigError(f"score {name!r} about {effect}: not finite for record {bad[0]} ({bad.size} in all)")
 
 
 def _extreme_units(scores: np.ndarray, ids: np.ndarray, extremes: int) -> np.ndarray:
