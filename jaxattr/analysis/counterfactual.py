@@ -15,6 +15,8 @@ from jaxattr.analysis.plots import NULL_COLOR, PALETTE, save_figure
 from jaxattr.analysis.ranks import spearman, spearman_interval
 from jaxattr.analysis.stats import interval_of
 
+LABELS = {"return": "return target f_ret", "true_return": "true return (fresh episodes)"}
+
 
 def prediction_rows(
     predicted: Mapping[str, Mapping[str, ArrayLike]], measured: Mapping[str, ArrayLike]
@@ -81,6 +83,7 @@ def counterfactual_figure(
       shown: the score of the middle panels.
     """
     effects = list(measured)
+    label = lambda effect: LABELS.get(effect, f"log-probability, {effect}")
     fig = Figure(figsize=(15.5, 1.2 + 3.6 * len(effects)), layout="constrained")
     axes = fig.subplots(len(effects), 3, squeeze=False, width_ratios=[1.5, 1, 1])
     for effect, (left, middle, right) in zip(effects, axes, strict=True):
@@ -93,10 +96,10 @@ def counterfactual_figure(
         left.axvline(0, color="black", lw=0.8)
         left.set_xlim(-1.05, 1.05)
         left.set_xlabel("Spearman of predicted and measured effect (LDS), 95 % interval")
-        left.set_title(f"effect: {effect}", loc="left", fontsize=11)
+        left.set_title(f"effect: {label(effect)}", loc="left", fontsize=11)
         middle.plot(predicted[effect], measured[effect], ".", color=PALETTE[0], ms=4, alpha=0.6)
         middle.set_xlabel(f"summed scores of the subset ({shown})")
-        middle.set_ylabel(f"{effect} after retraining")
+        middle.set_ylabel(f"{label(effect)},\nafter retraining")
         middle.set_title(f"{len(np.asarray(measured[effect])):,} random subsets", loc="left", fontsize=11)
         names = [n for n in ("all", "top", "random", "bottom") if n in drops[effect]]
         for k, name in enumerate(names):
@@ -107,7 +110,7 @@ def counterfactual_figure(
         labels = {"all": "nothing", "top": "highest\nscores", "random": "random", "bottom": "lowest\nscores"}
         right.set_xticks(range(len(names)), [labels[n] for n in names])
         right.set_xlim(-0.5, len(names) - 0.5)
-        right.set_ylabel(f"{effect} after retraining")
+        right.set_ylabel(f"{label(effect)},\nafter retraining")
         right.set_title("units dropped", loc="left", fontsize=11)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)

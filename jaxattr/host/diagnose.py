@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 import time
@@ -16,6 +14,7 @@ import numpy as np
 import tyro
 
 from jaxattr.analysis.diagnosis import FEWEST, FIFTHS, agreement, diagnosis_figure, diagnosis_rows, fifths, verdicts
+from jaxattr.analysis.tables import csv_text, plain
 from jaxattr.config import ConfigError
 from jaxattr.host.checkpoint import write_text
 from jaxattr.host.outputs import record_rows
@@ -176,13 +175,9 @@ def diagnose(
 def write_diagnosis(out: Path, result: Diagnosis) -> None:
     """diagnosis.csv (every record), diagnosis.json (summary), diagnosis.png; each whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(result.records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(result.records)
-    write_text(out / "diagnosis.csv", buffer.getvalue())
+    write_text(out / "diagnosis.csv", csv_text(result.records))
     command = " ".join(["jaxattr", *sys.argv[1:]])
-    text = json.dumps(_no_nan({**result.summary, "command": command}), indent=1, allow_nan=False)
+    text = json.dumps(plain({**result.summary, "command": command}), indent=1, allow_nan=False)
     write_text(out / "diagnosis.json", text + "\n")
     s = result.summary
     what = f"{s['env']}, round {s['round']}, seed {s['seed']}"
@@ -259,12 +254,3 @@ def _teller(title: str, total: int, quiet: bool) -> Any:
             print(f"{title}: {done:.0%} of {total:,} rollouts{left}", file=sys.stderr, flush=True)
 
     return None if quiet else say
-
-
-def _no_nan(x: Any) -> Any:
-    """NaN as null: it is no JSON."""
-    if isinstance(x, Mapping):
-        return {k: _no_nan(v) for k, v in x.items()}
-    if isinstance(x, list):
-        return [_no_nan(v) for v in x]
-    return None if isinstance(x, float) and not np.isfinite(x) else x
