@@ -1,4 +1,4 @@
-"""The command line: `jaxattr envs | train | compare | eval | render | config`."""
+"""The command line: `jaxattr envs | train | compare | eval | render | config`, and the studies."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ OVERVIEW = """jaxattr: train PPO agents in JAX and know which experiences made t
   jaxattr compare FrozenLake-misc --preset paper --filters none iif random --out runs/fl
   jaxattr eval runs/cp --episodes 100             test a trained run
   jaxattr render runs/cp --out cp.gif             watch it
-  jaxattr train CartPole-v1 --record-rounds every:5 --out runs/cp     keep whole rounds, then ask about them:
-  jaxattr diagnose runs/cp/rounds/round_000005.npz          were its advantages right?
-  jaxattr counterfactual runs/cp/rounds/round_000005.npz    does a score predict what retraining does?
-  jaxattr behaviour runs/cp                                 which records made an action likely, round by round?
-  jaxattr intervene runs/cp                                 does each round end better on the filtered records?
   jaxattr config diff runs/a runs/b               what differs (also tuned:ENV, paper:ENV, files)
+
+Keep whole rounds of a run (train ... --record-rounds every:5), then ask about them:
+
+  jaxattr diagnose runs/cp/rounds/round_000005.npz       were its advantages right?
+  jaxattr counterfactual runs/cp/rounds/round_000005.npz does a score predict what retraining does?
+  jaxattr behaviour runs/cp                       which records made an action likely, round by round?
+  jaxattr intervene runs/cp                       does each round end better on filtered records?
+  jaxattr report runs/cp                          all of it as one HTML file
 
 Each command has --help. Bad input ends with one line and exit code 2."""
 
 
-STUDIES = ("counterfactual", "diagnose", "behaviour", "intervene")
-"""Commands on recorded rounds, each in a module of its own."""
+STUDIES = ("counterfactual", "diagnose", "behaviour", "intervene", "report")
+"""Commands on recorded rounds and runs, each in a module of its own."""
 
 
 @dataclass
