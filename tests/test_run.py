@@ -240,9 +240,10 @@ def test_t12_speed_is_steps_over_the_time_that_training_took(whole):
 
 
 def test_t30_nothing_is_compiled_after_update_2(whole):
-    assert whole.seen[0].update == 2
+    # Round 2 is recorded whole, so it is a call of its own.
+    assert [info.update for info in whole.seen[:2]] == [1, 2]
     assert whole.compiled[0]  # the listener works
-    assert functools.reduce(operator.iadd, whole.compiled[1:], []) == []
+    assert functools.reduce(operator.iadd, whole.compiled[2:], []) == []
 
 
 def test_callback_once_per_chunk(whole):
