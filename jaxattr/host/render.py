@@ -129,13 +129,13 @@ def _frames(env: Env, episode: Episode, shown: Sequence[int]) -> list[np.ndarray
         return _by_gymnax(env, episode, shown)
     figure = Figure(figsize=(6.0, 5.0), dpi=80)
     axes = figure.add_axes((0.08, 0.08, 0.84, 0.8))
-    paint = _painter(env, episode)
+    paint = painter(env, episode)
     frames = []
     for i in shown:
         axes.clear()
         paint(axes, i)
         axes.set_title(_title(episode, i), fontsize=11)
-        frames.append(_pixels(figure))
+        frames.append(pixels(figure))
     return frames
 
 
@@ -151,13 +151,14 @@ def _by_gymnax(env: GymnaxEnv, episode: Episode, shown: Sequence[int]) -> list[n
         for i in shown:
             drawn.update(i)
             drawn.ax.set_title(_title(episode, i), fontsize=11)
-            frames.append(_pixels(drawn.fig))
+            frames.append(pixels(drawn.fig))
     finally:
         pyplot.close(drawn.fig)
     return frames
 
 
-def _pixels(figure: Figure) -> np.ndarray:
+def pixels(figure: Figure) -> np.ndarray:
+    """A drawn figure as (height, width, 3) uint8."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
@@ -220,7 +221,8 @@ ACTION_NAMES: dict[str, tuple[str, ...]] = {
 INK, ACCENT, SOFT = "#22303c", "#c8553d", "#b9c6d0"
 
 
-def _painter(env: Env, episode: Episode) -> Paint:
+def painter(env: Env, episode: Episode) -> Paint:
+    """How to draw state i of an episode: the environment's own drawing, or its observations."""
     if isinstance(env, GymnaxEnv) and episode.env_id in PAINTERS:
         return PAINTERS[episode.env_id](env, episode)
     return _paint_images(episode) if episode.obs.ndim in (3, 4) else _paint_vectors(episode)

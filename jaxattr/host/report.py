@@ -6,13 +6,9 @@ no libraries). The file opens from disk, also where jaxattr is not installed.
 
 from __future__ import annotations
 
-import base64
 import csv
-import io
 import json
 import sys
-import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,18 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
-from PIL import Image, ImageChops
 
 from jaxattr.analysis.tables import plain
 from jaxattr.config import Config, ConfigError
-from jaxattr.envs.brax import BraxEnv
-from jaxattr.envs.gymnax import GymnaxEnv
 from jaxattr.host import render
 from jaxattr.host.checkpoint import write_text
 from jaxattr.host.outputs import record_rows
 from jaxattr.host.progress import Progress
 from jaxattr.host.rounds import load_round
+from jaxattr.host.thumbnails import Drawer, data_uri
 from jaxattr.host.xla import use_all_cores
 from jaxattr.types import Judged
 
@@ -45,8 +38,6 @@ ROUNDS_DRAWN = 600
 """A longer run's curves show this many of its rounds, evenly, and the recorded ones."""
 TALL = 30.0
 """An axis whose largest value is more than TALL times its median one is logarithmic away from 0 (see `tail_scale`)."""
-PICTURE = (248, 168)
-"""Pixels of a thumbnail at most."""
 QUANTILES = ("score_min", "score_q25", "score_median", "score_q75", "score_max")
 STUDIES = {
     "diagnosis": "Were the advantages right? Compared with Monte Carlo rollouts from the same states.",
@@ -264,7 +255,7 @@ def studies(run: Path) -> list[dict[str, Any]]:
             details = [f"{name.replace('_', ' ')}: {_word(value)}" for name, value in given.items()]
             found.append(
                 {"kind": kind, "file": path.relative_to(run).as_posix(), "caption": caption, "details": details}
-                | {"image": _uri(content)}
+                | {"image": data_uri(content)}
             )
     return found
 
@@ -354,108 +345,6 @@ def histogram(scores: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
     return {"edges": _short(edges), "kept": count(kept), "dropped": count(~kept), "tail": c}
 
 
-# -- pictures of states -----------------------------------------------------------------------------------------------
-
-
-class Drawer:
-    """Draws environment states as thumbnails; equal pictures are kept once.
-
-    Attributes:
-      images: data URIs of the distinct pictures so far.
-      why: why this environment cannot be drawn; empty if it can.
-    """
-
-    def __init__(self, env: Any, env_id: str):
-        self.env, self.env_id = env, env_id
-        self.images: list[str] = []
-        self.why = ""
-        self._known: dict[bytes, int] = {}  # what makes up a picture, or its PNG -> place in `images`
-
-    def __call__(self, states: Sequence[Any], obs: Sequence[np.ndarray], actions: Sequence[Any]) -> list[int | None]:
-        """The pictures of some states, with the action chosen there, as places in `images`; None = not drawn."""
-        keys = [_identity(s, a) for s, a in zip(states, actions, strict=True)]
-        fresh = list({k: i for i, k in enumerate(keys) if k not in self._known}.values())
-        if fresh and not self.why:
-            episode = render.Episode(
-                self.env_id, [states[i] for i in fresh], np.stack([obs[i] for i in fresh]),
-                np.stack([actions[i] for i in fresh]), np.zeros(len(fresh)), "",
-            )  # fmt: skip
-            for i, frame in zip(fresh, self._frames(episode), strict=False):
-                content = _thumbnail(frame)
-                if content not in self._known:
-                    self._known[content] = len(self.images)
-                    self.images.append(_uri(content))
-                self._known[keys[i]] = self._known[content]
-        return [self._known.get(k) for k in keys]
-
-    def _frames(self, episode: render.Episode) -> list[np.ndarray]:
-        env, every = self.env, range(len(episode.states))
-        if isinstance(env, GymnaxEnv) and self.env_id in render.GYMNAX_DRAWS:
-            return _by_gymnax(env, episode)
-        if isinstance(env, BraxEnv):
-            try:
-                from brax.io import image
-
-                states = [s.env.pipeline_state for s in episode.states]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # GLFW warns; what counts is raised below
-                    return list(image.render_array(env.env.sys, states, height=PICTURE[1], width=PICTURE[0]))
-            except Exception as error:  # what a missing or broken OpenGL raises depends on the machine
-                line = textwrap.shorten(str(error), 90, placeholder=" ...") or type(error).__name__
-                self.why = f"pictures of {self.env_id} need OpenGL, which did not work where this was written ({line})"
-                return []
-        if self.env_id not in render.PAINTERS and episode.obs.ndim not in (3, 4):
-            self.why = f"jaxattr has no drawing of {self.env_id}"
-            return []
-        paint = render._painter(env, episode)
-        figure = Figure(figsize=(5.0, 4.0), dpi=56)
-        axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
-        frames = []
-        for i in every:
-            axes.clear()
-            paint(axes, i)
-            axes.spines[:].set_color(render.SOFT)
-            if axes.images and axes.texts:  # a grid world: room for an arrow out of it
-                (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-                axes.set(xlim=(left - 0.25, right + 0.25), ylim=(bottom + 0.25, top - 0.25))
-            frames.append(render._pixels(figure))
-        return frames
-
-
-def _by_gymnax(env: GymnaxEnv, episode: render.Episode) -> list[np.ndarray]:
-    """gymnax's own drawings, without the title that `jaxattr render` gives them."""
-    from gymnax.visualize import Visualizer
-    from matplotlib import pyplot
-
-    drawn, frames = Visualizer(env.env, env.params, episode.states), []
-    try:
-        drawn.init()
-        for i in range(len(episode.states)):
-            drawn.update(i)
-            drawn.ax.set_title("")
-            frames.append(render._pixels(drawn.fig))
-    finally:
-        pyplot.close(drawn.fig)
-    return frames
-
-
-def _thumbnail(frame: np.ndarray) -> bytes:
-    """Without its white margin, small, in few colours, as PNG."""
-    image = Image.fromarray(np.ascontiguousarray(frame)).convert("RGB")
-    box = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
-    image = image.crop(box) if box else image
-    image.thumbnail(PICTURE)
-    buffer = io.BytesIO()
-    image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
-
-
-def _identity(state: Any, action: Any) -> bytes:
-    """The same for states that look the same: without gymnax's step counter."""
-    state = state.replace(time=0) if hasattr(state, "time") and hasattr(state, "replace") else state
-    return b"".join(np.asarray(x).tobytes() + b"|" for x in [*jax.tree.leaves(state), action])
-
-
 # -- small things --------------------------------------------------------------------------------------------------
 
 
@@ -464,10 +353,6 @@ def spread(total: int, most: int) -> list[int]:
     if total <= most:
         return list(range(total))
     return sorted({round(x) for x in np.linspace(0, total - 1, most).tolist()} if most > 1 else {total - 1})
-
-
-def _uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _raw_keys(tree: Any) -> Any:

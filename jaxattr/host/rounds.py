@@ -19,6 +19,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.config import Config, ConfigError
@@ -175,7 +176,8 @@ def on_host(tree: Any) -> Any:
 
     def leaf(x: Any) -> Any:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            raw = jnp.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
         return np.asarray(x)
 
     return jax.tree.map(leaf, tree)
