@@ -46,7 +46,7 @@ def spearman_interval(
       (value, low, high); low and high are NaN with fewer than `FEWEST` pairs.
     """
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    value = float(spearman(x, y))
+    value = float(spearman(x, y)) if len(x) > 1 else np.nan
     if len(x) < FEWEST or np.isnan(value):
         return value, np.nan, np.nan
     rng = np.random.default_rng(seed)

@@ -29,6 +29,11 @@ def mean_gradient(objective: Objective, params: Params, data: Any, valid: Array)
     return jax.grad(mean)(params)
 
 
+def in_metric(gradient: Params, metric: Params | None) -> Params:
+    """M grad f, the direction that records' gradients are multiplied with."""
+    return gradient if metric is None else jax.tree.map(jnp.multiply, metric, gradient)
+
+
 def influence(
     objective: Objective,
     params: Params,
@@ -47,7 +52,7 @@ def influence(
       metric: like params, >= 0; None = ones.
       estimator, chunk_size: see `estimators`.
     """
-    direction = gradient if metric is None else jax.tree.map(jnp.multiply, metric, gradient)
+    direction = in_metric(gradient, metric)
     return ESTIMATORS[estimator](objective, params, data, direction, chunk_size), trees.norm(direction)
 
 

@@ -40,7 +40,7 @@ def action_target(obs: Array, action: Array) -> Target:
 
 TARGETS: dict[str, Target] = {"return": return_target}
 """Beside these, `gradient` (the mean of the records' own objectives) and `gradient_loo` (the same without the unit that
-is scored) are known to `attribution.influence`: they are made of the objective, not of a function of the records."""
+is scored) are known to `UpdateStep.score`: they are made of the objective, not of a function of the records."""
 
 OF_OBJECTIVE = ("gradient", "gradient_loo")
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxattr.attribution.influence import in_metric
 from jaxattr.types import Array, Params, Records
 
 
@@ -57,5 +58,4 @@ class TracIn:
         return sums.at[rows].add(scores), direction
 
     def _direction(self, params: Params) -> Params:
-        gradient = self.gradient(params)
-        return gradient if self.metric is None else jax.tree.map(jnp.multiply, self.metric, gradient)
+        return in_metric(self.gradient(params), self.metric)

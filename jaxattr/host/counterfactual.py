@@ -165,7 +165,8 @@ def counterfactual(
     everything = data.records.valid[None].astype(jnp.float32)
     chunk = study.CHUNK if chunk is None else chunk
     run = study.make_retrainer(step, effects, training, drawn.kept, chunk)
-    free = study.make_retrainer(step, effects, training, None, chunk)  # for subsets of other sizes
+    # For subsets of other sizes; the same program where the drawn ones have no common size anyway.
+    free = run if drawn.kept is None else study.make_retrainer(step, effects, training, None, chunk)
     masked = study.make_retrainer(step, effects, "masked", None, chunk)
 
     asked = dict(VARIANTS if variants is None else variants)
@@ -202,16 +203,14 @@ def counterfactual(
         progress.say("leaving out single units, dropping by score")
         first = next(iter(asked))
         mine = {e: np.asarray(scores[e][first]) for e in effects}
-        units = np.asarray(ids)
-        ends = {e: _extreme_units(mine[e], units, extremes) for e in effects}
-        alone = {e: study.without_each(ids, data.records.valid, ends[e]) for e in effects}
+        ends = {e: _both_ends(study.ranked_units(mine[e], ids), extremes) for e in effects}
+        alone = {e: study.without_each(ids, data.records.valid, ends[e][0]) for e in effects}
         outcome = _outcomes(masked, data, {"all": everything, **alone}, study)
         leave_one_out = {}
         for e in effects:
             change = outcome["all"][e] - outcome[e][e]  # what each unit contributed
-            sums = np.array([mine[e][units == u].sum() for u in ends[e]])
-            names = ("spearman", "low", "high")
-            leave_one_out[e] = dict(zip(names, spearman_interval(sums, change), strict=True), units=len(sums))
+            found = spearman_interval(ends[e][1], change)
+            leave_one_out[e] = dict(zip(("spearman", "low", "high"), found, strict=True), units=len(change))
         without = {"all": everything}
         for e in effects:
             drawn_out = study.without_share(mine[e], ids, data.records.valid, drop, 16, seed)
@@ -251,11 +250,13 @@ def _check_scores(scores: Mapping[str, Mapping[str, Any]], valid: np.ndarray) ->
                 raise ConfigError(f"score {name!r} about {effect}: not finite for record {bad[0]} ({bad.size} in all)")
 
 
-def _extreme_units(scores: np.ndarray, ids: np.ndarray, extremes: int) -> np.ndarray:
-    names = np.unique(ids[ids >= 0])
-    sums = np.array([scores[ids == u].sum() for u in names])
-    order = names[np.argsort(sums, kind="stable")]
-    return order if 2 * extremes >= len(order) else np.concatenate([order[:extremes], order[len(order) - extremes :]])
+def _both_ends(ranked: tuple[np.ndarray, np.ndarray], extremes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest `extremes` of (unit ids, sums), or all of them."""
+    count = len(ranked[0])
+    chosen = np.arange(count)
+    if 2 * extremes < count:
+        chosen = np.concatenate([chosen[:extremes], chosen[count - extremes :]])
+    return ranked[0][chosen], ranked[1][chosen]
 
 
 def _outcomes(run: Any, data: Any, weights: Mapping[str, Any], study: Any) -> dict[str, dict[str, np.ndarray]]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.attribution.targets import TARGETS, action_target
+from jaxattr.attribution.units import unit_sums
 from jaxattr.config import ConfigError
 from jaxattr.envs.base import Env
 from jaxattr.evaluate import STOCHASTIC, evaluate
@@ -125,12 +126,13 @@ def make_retrainer(
     if training not in TRAININGS:
         raise ConfigError(f"training is {training!r}: must be one of {', '.join(TRAININGS)}")
     masked = training == "masked"
+    whole = step.config.records_per_round if step.collector.all_valid else None
+    visited = whole if masked else kept
     learner = subset_step(step, "compact" if masked else training, weighted=masked)
 
     def one(data: RoundData, weights: Array) -> dict[str, Array]:
-        keep = data.records.valid if masked else None
-        count = step.config.records_per_round if masked and step.collector.all_valid else kept
-        params, _ = retrain(learner, data, weights, keep=keep, kept=None if masked and count is None else count)
+        keep = data.records.valid if masked else None  # all of them are visited, whatever the subset
+        params, _ = retrain(learner, data, weights, keep=keep, kept=visited)
         return {name: f(params, data) for name, f in effects.items()}
 
     def many(data: RoundData, weights: Array) -> dict[str, Array]:
@@ -159,6 +161,14 @@ def predictions(scores: Array, subsets: Array) -> Array:
     return jnp.nan_to_num(scores) @ subsets.T
 
 
+def ranked_units(scores: np.ndarray | Array, ids: Array) -> tuple[np.ndarray, np.ndarray]:
+    """(U,) unit ids, lowest summed score first, and (U,) those sums."""
+    names = np.unique(np.asarray(ids)[np.asarray(ids) >= 0])
+    sums = np.asarray(unit_sums(jnp.asarray(scores), ids))[names]
+    order = np.argsort(sums, kind="stable")
+    return names[order], sums[order]
+
+
 def without_each(ids: Array, valid: Array, chosen: np.ndarray) -> Array:
     """(K, N) weights: everything but one unit, for K unit ids."""
     return ((ids[None] != jnp.asarray(chosen)[:, None]) & valid).astype(jnp.float32)
@@ -179,16 +189,13 @@ def without_share(
     Returns:
       `top` (1, N), `bottom` (1, N), `random` (draws, N).
     """
-    host = np.asarray(ids)
-    names = np.unique(host[host >= 0])
-    sums = np.array([scores[host == u].sum() for u in names])
-    count = max(1, int(share * len(names)))
-    order = names[np.argsort(sums, kind="stable")]
+    host, (order, _) = np.asarray(ids), ranked_units(scores, ids)
+    count = max(1, int(share * len(order)))
     rng = np.random.default_rng(seed)
     drops = {
         "top": [order[-count:]],
         "bottom": [order[:count]],
-        "random": [rng.choice(names, count, replace=False) for _ in range(draws)],
+        "random": [rng.choice(order, count, replace=False) for _ in range(draws)],
     }
     keep = lambda dropped: (~np.isin(host, dropped) & np.asarray(valid)).astype(np.float32)
     return {name: jnp.asarray(np.stack([keep(d) for d in sets])) for name, sets in drops.items()}
