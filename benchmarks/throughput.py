@@ -73,7 +73,8 @@ def measure(name: str, rule: str, p: float, seconds: float, repeats: int) -> dic
     from jaxattr.config import Config
     from jaxattr.envs.registry import make
     from jaxattr.host.runner import versions
-    from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step, place_lanes
+    from jaxattr.lanes import place_lanes
+    from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step
 
     work = WORKS[name]
     config = Config(filter=rule, p=p, **work["config"])

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxattr.envs.base import Env, tree_select
+from jaxattr.lanes import over_lanes
 from jaxattr.networks import Networks
 from jaxattr.ops.statistics import normalize
-from jaxattr.rollout import over_lanes
 from jaxattr.types import Array, Params, PRNGKey, RunningStats
 
 STOCHASTIC, DETERMINISTIC = 0, 1

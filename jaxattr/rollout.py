@@ -6,7 +6,6 @@ stateful pool or a host loop is another `Collector`, or hands finished rollouts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxattr.envs.base import Env, auto_reset
+from jaxattr.lanes import over_lanes
 from jaxattr.networks import Networks
 from jaxattr.ops.statistics import normalize
 from jaxattr.types import Array, EnvSpec, EpisodeStats, PRNGKey, Rollout, RunningStats, TrainState
@@ -176,19 +176,3 @@ def finish_rollout(
         truncated=result.truncated,
         valid=valid,
     )
-
-
-def over_lanes(f: Callable) -> Callable:
-    """vmap `f` over the leading axis, except that a single lane runs without a batch axis.
-
-    A lone lane keeps scalar trip counts and predicates, so work that a filter saves is really saved.
-    """
-
-    def mapped(*args: Any) -> Any:
-        lanes = jax.tree.leaves(args)[0].shape[0]
-        if lanes > 1:
-            return jax.vmap(f)(*args)
-        out = f(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], out)
-
-    return mapped

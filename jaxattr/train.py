@@ -9,18 +9,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxattr.config import Config, ConfigError, check_number
 from jaxattr.envs.base import Env
+from jaxattr.lanes import spread_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops import trees
 from jaxattr.ops.statistics import init_stats
 from jaxattr.rollout import VmapCollector
 from jaxattr.types import Array, Box, Discrete, Metrics, Params, Settings, TrainState
 from jaxattr.update import Judged, UpdateStep, make_optimizer
-
-LANES = "lanes"
 
 
 def make_update_step(
@@ -119,38 +117,6 @@ def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
         )
 
     return rest(params, split)
-
-
-def lane_devices(lanes: int) -> list[Any]:
-    """The most devices over which `lanes` spread evenly."""
-    devices = jax.devices()
-    count = max(d for d in range(1, min(len(devices), lanes) + 1) if lanes % d == 0)
-    return devices[:count]
-
-
-def spread_lanes(f: Any, lanes: int, in_lanes: Sequence[bool], out_axes: Any) -> Any:
-    """Run `f` on each device's share of the lanes (identity where one device has them all).
-
-    Args:
-      f: function of arrays with a leading lane axis.
-      lanes: S.
-      in_lanes: per argument, whether it has a lane axis (else it is the same everywhere).
-      out_axes: per output, the position of its lane axis.
-    """
-    devices = lane_devices(lanes)
-    if len(devices) == 1:
-        return f
-    mesh = jax.make_mesh((len(devices),), (LANES,), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
-    in_specs = tuple(PartitionSpec(LANES) if has else PartitionSpec() for has in in_lanes)
-    out_specs = jax.tree.map(lambda axis: PartitionSpec(*([None] * axis), LANES), out_axes)
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def place_lanes(tree: Any, lanes: int) -> Any:
-    """Put arrays with a leading lane axis where `spread_lanes` will want them."""
-    devices = lane_devices(lanes)
-    mesh = jax.make_mesh((len(devices),), (LANES,), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(LANES)))
 
 
 def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:

@@ -24,12 +24,13 @@ from jaxattr.attribution.targets import OF_OBJECTIVE, TARGETS, Target
 from jaxattr.attribution.units import segment_ids
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs.base import tree_select
+from jaxattr.lanes import over_lanes
 from jaxattr.metrics import measure
 from jaxattr.networks import Networks
 from jaxattr.ops import losses, permutation, trees
 from jaxattr.ops.returns import gae
 from jaxattr.ops.statistics import normalize, scale, standardize, update_stats
-from jaxattr.rollout import Collector, over_lanes
+from jaxattr.rollout import Collector
 from jaxattr.types import (
     Array,
     EpisodeStats,

@@ -19,10 +19,11 @@ from jaxattr.config import Config, ConfigError
 from jaxattr.envs.registry import make
 from jaxattr.host.cli import main
 from jaxattr.host.diagnose import diagnose
+from jaxattr.lanes import place_lanes
 from jaxattr.ops.statistics import normalize
 from jaxattr.studies.diagnosis import Brancher, MonteCarlo, branch_source, monte_carlo
 from jaxattr.studies.replay import Round, round_data
-from jaxattr.train import init_state, lane_settings, make_update_step, place_lanes
+from jaxattr.train import init_state, lane_settings, make_update_step
 from jaxattr.types import Judged
 
 SMALL = Config(

@@ -13,7 +13,7 @@ PART = {  # a module's part, by the first name below `jaxattr`
     "types": 0, "config": 0, "version": 0,
     "ops": 1,
     "networks": 2, "envs": 2,
-    "rollout": 3, "attribution": 3, "evaluate": 3,
+    "lanes": 3, "rollout": 3, "attribution": 3, "evaluate": 3,
     "metrics": 4, "update": 4, "train": 4,
     "presets": 5, "studies": 5, "host": 5, "analysis": 5, "testing": 5,
     "": 6,  # the front door, jaxattr/__init__.py
@@ -22,6 +22,7 @@ NARROWER = {  # where the rule is stricter than "own layer and below"
     "types": set(),
     "version": set(),
     "config": {"types"},
+    "lanes": set(),
     "networks": {"types", "config", "ops"},
     "envs": {"types", "config", "ops", "envs"},
     "attribution": {"types", "config", "ops", "attribution"},

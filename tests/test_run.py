@@ -29,9 +29,10 @@ from jaxattr.evaluate import evaluate
 from jaxattr.host import checkpoint, cli, runner
 from jaxattr.host.outputs import COLUMNS
 from jaxattr.host.saved import open_run
+from jaxattr.lanes import place_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops.statistics import init_stats
-from jaxattr.train import init_state, lane_settings, place_lanes
+from jaxattr.train import init_state, lane_settings
 
 N = 128  # records per round
 ENV = "CartPole-v1"

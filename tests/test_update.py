@@ -16,9 +16,10 @@ from jaxattr.attribution import filters
 from jaxattr.config import TRACED, Config
 from jaxattr.envs import registry
 from jaxattr.envs.base import Box, Discrete, EnvSpec, Step
+from jaxattr.lanes import place_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops import permutation, trees
-from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step, place_lanes
+from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step
 from jaxattr.types import EpisodeStats, Records, Rollout
 from jaxattr.update import UpdateStep
 

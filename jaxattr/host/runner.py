@@ -25,17 +25,10 @@ from jaxattr.host.outputs import RunFolder, metric_rows
 from jaxattr.host.progress import Progress
 from jaxattr.host.rounds import check_rounds, on_host, save_round, size_of
 from jaxattr.host.run import ChunkInfo, Run, Stopped, closing_lines, draw_run
+from jaxattr.lanes import lane_devices, place_lanes, spread_lanes
 from jaxattr.presets import preset as named_preset
 from jaxattr.studies.replay import Round, RoundData, round_data
-from jaxattr.train import (
-    init_state,
-    lane_devices,
-    lane_settings,
-    make_chunk,
-    make_update_step,
-    place_lanes,
-    spread_lanes,
-)
+from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step
 from jaxattr.types import TrainState
 from jaxattr.version import __version__
 

@@ -22,8 +22,8 @@ from jaxattr.attribution.units import unit_sums
 from jaxattr.config import ConfigError
 from jaxattr.envs.base import Env
 from jaxattr.evaluate import STOCHASTIC, evaluate
+from jaxattr.lanes import spread_lanes
 from jaxattr.studies.replay import RoundData, retrain, score, subset_step, units
-from jaxattr.train import spread_lanes
 from jaxattr.types import Array, Params, PRNGKey
 from jaxattr.update import UpdateStep
 

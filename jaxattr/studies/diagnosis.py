@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxattr.config import ConfigError
 from jaxattr.envs.base import Env, tree_select
+from jaxattr.lanes import lane_devices, place_lanes, spread_lanes
 from jaxattr.ops.statistics import normalize, scale
 from jaxattr.studies.replay import RoundData
-from jaxattr.train import lane_devices, place_lanes, spread_lanes
 from jaxattr.types import Array, Params, PRNGKey, RunningStats
 from jaxattr.update import UpdateStep
 

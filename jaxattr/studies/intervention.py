@@ -25,9 +25,8 @@ from jaxattr.attribution.filters import FILTERS
 from jaxattr.config import ConfigError, near
 from jaxattr.envs.base import Env
 from jaxattr.evaluate import STOCHASTIC, evaluate
-from jaxattr.rollout import over_lanes
+from jaxattr.lanes import over_lanes, spread_lanes
 from jaxattr.studies.replay import RoundData, learning_keys, retrain, score, subset_step
-from jaxattr.train import spread_lanes
 from jaxattr.types import Array
 from jaxattr.update import UpdateStep
 
