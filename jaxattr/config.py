@@ -77,6 +77,10 @@ class Config:
     """`auto`: a CNN for (height, width, channel) observations, else an MLP."""
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers."""
+    conv_filters: tuple[int, ...] = (16,)
+    """CNN: filters of each shared 3x3 convolution (stride 1, no padding, ReLU)."""
+    conv_features: int | None = None
+    """CNN: width of a shared linear layer with ReLU behind the convolutions; none = their outputs go on as they are."""
     activation: Literal["tanh", "relu", "swish"] = "tanh"
     shared_trunk: bool = False
     """Policy and value share all hidden layers (a CNN always shares its convolutions)."""
@@ -88,7 +92,7 @@ class Config:
     # -- influence scores and filter --------------------------------------------------------------------------
     filter: str = "none"
     """Rule that decides which records are learned from: none, iif, zero, random, dtv, dtv_loo, reweight,
-    advantage_sign, td_error, or a registered one."""
+    advantage_sign, td_error, gated, or a registered one."""
     p: float = 0.125
     """Share of the negative-score records to drop, 0 to 1 (traced)."""
     warmup_rounds: int = 0
@@ -124,7 +128,11 @@ class Config:
     eval_every: int = 0
     """Rounds between evaluations; 0 = only after the last round."""
     eval_episodes: int = 100
-    """Evaluation episodes, stochastic and deterministic each."""
+    """Evaluation episodes of each kind of policy."""
+    final_eval_episodes: int | None = None
+    """Episodes of the evaluation after the last round; none = eval_episodes."""
+    eval_policy: Literal["both", "stochastic", "deterministic"] = "both"
+    """Kinds of episodes: actions sampled, or the policy's mode."""
     eval_seed: int = 1_000_003
     """Seed of the evaluation's start states, the same for every training seed."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -138,6 +146,7 @@ class Config:
         else:
             object.__setattr__(self, "env_args", tuple((str(k), v) for k, v in self.env_args))
         object.__setattr__(self, "hidden", tuple(int(h) for h in self.hidden))
+        object.__setattr__(self, "conv_filters", tuple(int(f) for f in self.conv_filters))
         _check(self)
 
     # -- derived sizes ----------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ class Config:
         """Plain JSON-ready values; `Config.from_dict` is the inverse."""
         out = dataclasses.asdict(self)
         out["env_args"] = dict(self.env_args)
-        out["hidden"] = list(self.hidden)
+        out["hidden"], out["conv_filters"] = list(self.hidden), list(self.conv_filters)
         return out
 
     @classmethod
@@ -210,6 +219,8 @@ def near(word: str, known: Any) -> str:
     close += [n for n in names if n.lower().endswith("/" + word.lower()) and n not in close]
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
+    if len(names) > 100:
+        return f"; {len(names)} are known, such as {', '.join(names[:: len(names) // 4][:4])}"
     return "; known: " + ", ".join(names)
 
 
@@ -242,8 +253,9 @@ def _check(c: Config) -> None:
         _check_int(name, getattr(c, name), 1)
     for name in ("eval_every", "checkpoint_every", "eval_seed", "warmup_rounds"):
         _check_int(name, getattr(c, name), 0)
-    if c.score_chunk is not None:
-        _check_int("score_chunk", c.score_chunk, 1)
+    for name in ("score_chunk", "conv_features", "final_eval_episodes"):
+        if getattr(c, name) is not None:
+            _check_int(name, getattr(c, name), 1)
     for f in dataclasses.fields(Config):
         options = _literal(str(f.type))
         if options and getattr(c, f.name) not in options:
@@ -254,6 +266,8 @@ def _check(c: Config) -> None:
             check_number(name, value)
     if not c.hidden or min(c.hidden) < 1:
         raise ConfigError(f"hidden is {c.hidden}: must be one or more positive widths")
+    if not c.conv_filters or min(c.conv_filters) < 1:
+        raise ConfigError(f"conv_filters is {c.conv_filters}: must be one or more positive numbers of filters")
 
     n = c.records_per_round
     sizes = f"num_envs * num_steps = {c.num_envs} * {c.num_steps} = {n}"

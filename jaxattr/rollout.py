@@ -1,7 +1,7 @@
 """Collection behind one batch-level interface: lanes x environments in, a `Rollout` out.
 
-Nothing above this file knows whether environments can be vmapped. `VmapCollector` serves one pure environment; a
-stateful pool or a host loop is another `Collector`, or hands finished rollouts to the learner.
+Nothing above this file knows whether environments can be vmapped. `VmapCollector` serves one pure environment;
+`pools.PoolCollector` those that keep their own state.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ class Collector(Protocol):
         """True if every row of every rollout is a record."""
         ...
 
+    @property
+    def pure(self) -> bool:
+        """True if its state is a value: `init` can be traced and called again, a saved state goes on exactly."""
+        ...
+
+    @property
+    def in_jit(self) -> bool:
+        """True if `collect` can be part of a compiled program."""
+        ...
+
     def init(self, keys: PRNGKey) -> Any:
         """(S,) keys, used up -> the collector's own state with leading axis S."""
         ...
@@ -65,6 +75,8 @@ class VmapCollector:
     cached_reset: bool = False
     keeps_states: bool = False
     all_valid: bool = True
+    pure: bool = True
+    in_jit: bool = True
 
     @property
     def spec(self) -> EnvSpec:

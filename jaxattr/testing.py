@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxattr.attribution.estimators import Estimator, per_sample_scores
 from jaxattr.attribution.filters import Rule
-from jaxattr.envs.base import Box, Discrete, Env, EnvSpec, Step, auto_reset
+from jaxattr.envs.base import Box, Discrete, Env, EnvSpec, Pool, Step, auto_reset
 from jaxattr.types import Array, Params, PRNGKey, Records
 
 
@@ -56,6 +56,91 @@ def check_env(env: Env, *, steps: int = 200, seed: int = 0, plain: bool = True) 
             break
 
     _check_flags(spec, name, out)
+
+
+def check_pool(env: Pool, *, steps: int = 200, seed: int = 0) -> None:
+    """Check that `env` keeps the contract of `jaxattr.envs.base.Pool`, with random actions in four copies.
+
+    Checked: the spec; shapes and dtypes; that a copy depends on its own seed only; that after an episode's end the next
+    row is a reset (reward 0, no flag, the action ignored); terminated and truncated never both; truncation at
+    `spec.max_steps` and never later; `traced_step`, where there is one, equal to `step`. Choose `steps` above the time
+    limit, or set a short limit.
+
+    Args:
+      env: the pool.
+      steps: of each copy.
+      seed: of copies and actions.
+
+    Raises:
+      AssertionError: a point of the contract is broken.
+    """
+    name, copies = _check_spec(env.spec), 4
+    seeds = [seed + 1, seed + 2, seed + 1, seed + 3]  # copies 0 and 2 are twins
+    keys = jax.random.split(jax.random.key(seed), (steps, copies))
+    keys = keys.at[:, 2].set(keys[:, 0])
+    actions = np.asarray(jax.vmap(jax.vmap(lambda k: _random_action(env.spec, k)))(keys))
+    obs, out = _play_pool(env, seeds, actions)
+    _assert_pool_types(env, name, copies, obs, out)
+    again = _play_pool(env, seeds[:2][::-1], actions[:, :2][:, ::-1])
+    first = jax.tree.map(lambda x: x[:, :2][:, ::-1], out)
+    _assert_equal((obs[:2][::-1], first), again, f"{name}: a copy depends on more than its seed", rtol=0.0)
+    twins = [jax.tree.map(lambda x, i=i: x[:, i], out) for i in (0, 2)]
+    _assert_equal(twins[0], twins[1], f"{name}: two copies with one seed differ", rtol=0.0)
+
+    done = out.terminated | out.truncated
+    assert done.any(), f"{name}: no episode ends within {steps} steps; nothing was checked of what follows"
+    after = np.zeros_like(done)
+    after[1:] = done[:-1]
+    quiet = (out.reward == 0) & ~done
+    assert quiet[after].all(), f"{name}: the row after an episode's end is no reset (reward not 0, or a flag is set)"
+    other = actions.copy()
+    other[after] = np.roll(actions, 1, axis=1)[after]
+    _assert_equal(_play_pool(env, seeds, other)[1], out, f"{name}: the action of a reset row is not ignored", rtol=0.0)
+    _check_pool_limit(env.spec, name, out, after)
+    if env.in_jit:
+        _check_traced(env, seeds, actions, out, name)
+
+
+def _play_pool(env: Pool, seeds: list[int], actions: Any) -> tuple[Any, Step]:
+    """(first observations (n, ...), Step with leaves (T, n, ...)), stepped from the host."""
+    pool = env.open(seeds)
+    obs = np.array(pool.obs)
+    rows = [jax.tree.map(np.array, pool.step(action)) for action in actions]
+    pool.close()
+    return obs, jax.tree.map(lambda *x: np.stack(x), *rows)
+
+
+def _assert_pool_types(env: Pool, name: str, copies: int, obs: Any, out: Step) -> None:
+    for what, x, shape, dtype in (
+        ("first observation", obs, env.spec.obs_shape, np.float32),
+        ("observation of step", out.obs[0], env.spec.obs_shape, np.float32),
+        ("reward", out.reward[0], (), np.float32),
+        ("terminated", out.terminated[0], (), np.bool_),
+        ("truncated", out.truncated[0], (), np.bool_),
+    ):
+        want, got = f"{np.dtype(dtype).name}{(copies, *shape)}", f"{x.dtype.name}{x.shape}"
+        assert want == got, f"{name}: {what} of {copies} copies is {got}, must be {want}"
+
+
+def _check_pool_limit(spec: EnvSpec, name: str, out: Step, after: Any) -> None:
+    """Flags never both; an episode is cut at the limit and not before."""
+    assert not (out.terminated & out.truncated).any(), f"{name}: terminated and truncated in one step"
+    elapsed = np.zeros(after.shape[1], int)
+    for t in range(len(after)):
+        elapsed = np.where(after[t], 0, elapsed + 1)
+        late = elapsed[~(out.terminated[t] | out.truncated[t])]
+        assert (late < spec.max_steps).all(), f"{name}: an episode goes on after {spec.max_steps} steps, its limit"
+        early = elapsed[out.truncated[t]]
+        assert (early == spec.max_steps).all(), f"{name}: truncated after {early} steps, the limit is {spec.max_steps}"
+
+
+def _check_traced(env: Pool, seeds: list[int], actions: Any, out: Step, name: str) -> None:
+    pool = env.open(seeds)
+    step = pool.traced_step
+    assert step is not None, f"{name}: in_jit, but an open pool has no traced_step"
+    run = jax.jit(lambda token, actions: jax.lax.scan(step, token, actions))
+    _, traced = run(jnp.zeros(8, jnp.uint8), jnp.asarray(actions))
+    _assert_equal(jax.device_get(traced), out, f"{name}: traced_step and step differ")
 
 
 def _check_spec(spec: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -11,22 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.config import Config, ConfigError, check_number
-from jaxattr.envs.base import Env
+from jaxattr.envs.base import AnyEnv, Env, Step, pure
+from jaxattr.evaluate import MODES, Evaluation, evaluate_lanes
 from jaxattr.lanes import spread_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops import trees
 from jaxattr.ops.statistics import init_stats
-from jaxattr.rollout import VmapCollector
-from jaxattr.types import Array, Box, Discrete, Metrics, Params, Settings, TrainState
+from jaxattr.pools import Played, PoolCollector, PoolTest
+from jaxattr.rollout import Collector, VmapCollector
+from jaxattr.types import Array, Box, Discrete, Metrics, Params, PRNGKey, RunningStats, Settings, TrainState
 from jaxattr.update import Judged, UpdateStep, make_optimizer
 
 
 def make_update_step(
-    env: Env, config: Config, module: nn.Module | None = None, *, keep_states: bool = False
+    env: AnyEnv, config: Config, module: nn.Module | None = None, *, keep_states: bool = False
 ) -> UpdateStep:
-    """The update step of one pure environment, vmapped over environments and lanes.
+    """The update step of one pure environment, vmapped over environments and lanes, or of a pool.
 
-    `keep_states` also keeps every environment state of a round, so that it can be branched.
+    `keep_states` also keeps every environment state of a round, so that it can be branched (not of a pool).
 
     Raises:
       ConfigError: network and environment do not fit, or a name is not registered.
@@ -49,8 +51,24 @@ def make_update_step(
     if config.score_params != "policy":
         shapes = jax.eval_shape(nets.init, jax.random.key(0))
         _check_score_params(config.score_params, shapes)
-    collector = VmapCollector(env, config.num_envs, config.num_steps, config.reset == "cached", keep_states)
-    return UpdateStep(config=config, nets=nets, collector=collector)
+    return UpdateStep(config=config, nets=nets, collector=make_collector(env, config, keep_states))
+
+
+def make_collector(env: AnyEnv, config: Config, keep_states: bool = False) -> Collector:
+    """Where experience comes from.
+
+    Raises:
+      ConfigError: something is asked of a pool that only a pure environment can do.
+    """
+    if isinstance(env, Env):
+        return VmapCollector(env, config.num_envs, config.num_steps, config.reset == "cached", keep_states)
+    if keep_states:
+        pure(env, "be recorded whole (--record-rounds): its state cannot be copied")
+    if config.on_nonfinite == "skip":
+        pure(env, "start over in the middle of a run: use on_nonfinite = stop")
+    if config.reset == "cached":
+        pure(env, "return to a copy of its first state: use reset = fresh")
+    return PoolCollector(env, config.num_envs, config.num_steps)
 
 
 def _check_score_params(pattern: str, params: Params) -> None:
@@ -84,8 +102,11 @@ def lane_settings(config: Config, lanes: int, sweep: Mapping[str, Sequence[float
     return Settings(**{k: jnp.broadcast_to(jnp.asarray(v, jnp.float32), (lanes,)) for k, v in values.items()})
 
 
-def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
+def init_state(step: UpdateStep, seeds: Sequence[int], *, attempt: int = 0) -> TrainState:
     """The state before the first round, one lane per seed. A lane depends on its own seed only.
+
+    A pool is opened here, with seeds that also depend on `attempt`: a run that goes on with fresh episodes should not
+    see the first ones again.
 
     Networks are initialised lane after lane: orthogonal matrices made in parallel under one jit can hang XLA's CPU
     client for ever.
@@ -97,7 +118,7 @@ def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
     params = jax.tree.map(lambda *x: jnp.stack(x), *[init(split[i, 1]) for i in range(lanes)])
 
     @jax.jit
-    def rest(params: Params, keys: Array) -> TrainState:
+    def rest(params: Params, keys: Array, env_state: Any) -> TrainState:
         def opt_init(p: Params) -> Any:
             return make_optimizer(config, config.settings(), 0.0).init(trees.flatten(p))
 
@@ -110,13 +131,29 @@ def init_state(step: UpdateStep, seeds: Sequence[int]) -> TrainState:
             obs_stats=tiled(init_stats(step.collector.spec.obs_shape)),
             reward_stats=tiled(init_stats(())),
             discounted_return=jnp.zeros((lanes, config.num_envs), jnp.float32),
-            env_state=step.collector.init(keys[:, 2]),
+            env_state=step.collector.init(keys[:, 2]) if env_state is None else env_state,
             key=keys[:, 0],
             update=jnp.zeros(lanes, jnp.int32),
             alive=jnp.ones(lanes, bool),
         )
 
-    return rest(params, split)
+    opened = None
+    if not step.collector.pure:
+        opened = step.collector.init(jax.vmap(lambda k: jax.random.fold_in(k, attempt))(split[:, 2]))
+    return rest(params, split, opened)
+
+
+Chunk = Callable[[TrainState, Settings, Any], tuple[TrainState, Metrics, Judged]]
+"""`chunk(state, settings, count)`: `count` rounds; metrics come back with leading axes (rounds, S), and what
+`UpdateStep.round` says about the records of the last one."""
+
+
+def compile_chunk(step: UpdateStep, state: TrainState, settings: Settings, length: int) -> Chunk:
+    """The compiled unit of training, for up to `length` rounds a call."""
+    lanes = settings.p.shape[0]
+    if step.collector.in_jit:
+        return make_chunk(step, lanes, length).lower(state, settings, jnp.int32(1)).compile()
+    return HostedChunk(step, state, settings)
 
 
 def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:
@@ -139,3 +176,59 @@ def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:
         return jax.lax.fori_loop(0, count, body, (state, empty(one, (length,)), empty(records, ())))
 
     return jax.jit(spread_lanes(chunk, lanes, (True, True, False), (0, 1, 0)))
+
+
+class HostedChunk:
+    """A chunk whose environments are stepped from the host, between a compiled start and a compiled end of each round.
+
+    The same keys, records and learning as in `make_chunk`; only the T steps of collection are a Python loop.
+    """
+
+    def __init__(self, step: UpdateStep, state: TrainState, settings: Settings):
+        collector: Any = step.collector
+        self._collector, lanes = collector, settings.p.shape[0]
+
+        def begin(state: TrainState) -> tuple[Array, Array]:
+            keys = step.split(state)
+            return keys, collector.noise(step.nets, keys[:, 1])
+
+        def act(params: Params, obs_stats: RunningStats, obs: Array, noise: Array, t: Array) -> tuple[Array, Array]:
+            return collector.act(step.nets, params, obs_stats, obs, noise[t])
+
+        def end(state: TrainState, settings: Settings, keys: Array, played: Played) -> Any:
+            env_state, rollout, episodes = collector.finish(step.nets, state, played)
+            return step.conclude(state, settings, keys, env_state, rollout, episodes)
+
+        self._begin = jax.jit(begin).lower(state).compile()
+        keys, noise = jax.eval_shape(begin, state)
+        obs = state.env_state.obs
+        action, _ = jax.eval_shape(act, state.params, state.obs_stats, obs, noise, 0)
+        flags = jnp.zeros(action.shape[:2], bool)
+        result = Step(obs, flags.astype(jnp.float32), flags, flags)
+        over_time = lambda x: jax.ShapeDtypeStruct((x.shape[0], collector.num_steps, *x.shape[1:]), x.dtype)
+        played = jax.tree.map(over_time, Played(action, result))
+        self._act = jax.jit(act)
+        self._end = jax.jit(spread_lanes(end, lanes, (True,) * 4, 0)).lower(state, settings, keys, played).compile()
+
+    def __call__(self, state: TrainState, settings: Settings, count: Any) -> tuple[TrainState, Metrics, Judged]:
+        """`count` >= 1 rounds."""
+        rows, judged = [], None
+        for _ in range(int(count)):
+            keys, noise = self._begin(state)
+            played = self._collector.play(self._act, state, noise)
+            state, metrics, judged = self._end(state, settings, keys, played)
+            rows.append(metrics)
+        assert judged is not None
+        return state, jax.tree.map(lambda *x: np.stack(x), *rows), judged
+
+
+Test = Callable[[Params, RunningStats, PRNGKey], Evaluation]
+
+
+def compile_test(step: UpdateStep, env: AnyEnv, state: TrainState, key: PRNGKey, episodes: int) -> Test:
+    """The compiled evaluation of all lanes: (params, obs_stats, key) -> `Evaluation` with leading lane axes."""
+    lanes, modes = state.update.shape[0], MODES[step.config.eval_policy]
+    if not isinstance(env, Env):
+        return PoolTest(step.nets, env, episodes, modes)
+    run = spread_lanes(evaluate_lanes(step.nets, env, episodes, modes), lanes, (True, True, False), 0)
+    return jax.jit(run).lower(state.params, state.obs_stats, key).compile()

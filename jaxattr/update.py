@@ -98,8 +98,24 @@ class UpdateStep:
 
     def round(self, state: TrainState, settings: Settings) -> tuple[TrainState, Metrics, Judged]:
         """One round, and the records it was learned from with their scores and weights."""
-        keys = jax.vmap(lambda k: jax.random.split(k, 4))(state.key)
+        keys = self.split(state)
         env_state, rollout, episodes = self.collector.collect(self.nets, state, keys[:, 1])
+        return self.conclude(state, settings, keys, env_state, rollout, episodes)
+
+    def split(self, state: TrainState) -> PRNGKey:
+        """(S, 4) keys of a round: the next round's, collection's, learning's, a restart's."""
+        return jax.vmap(lambda k: jax.random.split(k, 4))(state.key)
+
+    def conclude(
+        self,
+        state: TrainState,
+        settings: Settings,
+        keys: PRNGKey,
+        env_state: Any,
+        rollout: Rollout,
+        episodes: EpisodeStats,
+    ) -> tuple[TrainState, Metrics, Judged]:
+        """A round after its collection."""
         fresh = self.collector.init(keys[:, 3]) if self.config.on_nonfinite == "skip" else None
         new, metrics, judged = over_lanes(self.learn)(
             state.replace(key=keys[:, 0], env_state=env_state), rollout, episodes, keys[:, 2], settings
@@ -271,11 +287,34 @@ class UpdateStep:
 
     def filter(self, state: TrainState, records: Records, scores: Array, key: PRNGKey, settings: Settings) -> Array:
         """The rule's weights (N,): 0 = dropped."""
-        rule = FILTERS[self.config.filter]
-        weights = rule(scores, records, key, state.update, settings.p, self.config.minibatch_size)
+        rule, p = FILTERS[self.config.filter], settings.p
+        if rule.gated:
+            key, key_halves = jax.random.split(key)
+            p = p * self.agreement(state.params, records, key_halves, settings)
+        weights = rule(scores, records, key, state.update, p, self.config.minibatch_size)
         if self.config.warmup_rounds:
             weights = jnp.where(state.update < self.config.warmup_rounds, 1.0, weights)
         return jnp.where(records.valid, weights, 0.0)  # whatever a rule of the user's says of rows that are no records
+
+    def agreement(self, params: Params, records: Records, key: PRNGKey, settings: Settings) -> Array:
+        """max(0, cosine of grad f on two random halves of the buffer), () in [0, 1]: 0 where the target is noise.
+
+        Ours, not in the paper: while nothing was learned yet, what the scores are measured against is chance.
+        """
+        key_halves, key = jax.random.split(key)
+        rank = permutation.orders(key_halves, records.valid.shape[0], 1, None)[0]
+        first = jnp.zeros_like(records.valid).at[rank[: rank.shape[0] // 2]].set(True)
+
+        def half(mask: Array) -> Array:
+            part = records.replace(valid=records.valid & mask)
+            gradient = self.target_gradient(None, params, part, key, settings)
+            if self.config.score_params != "policy":
+                gradient = trees.keep_matching(gradient, self.config.score_params)
+            return trees.flatten(gradient)
+
+        a, b = half(first), half(~first)
+        norms = jnp.linalg.norm(a) * jnp.linalg.norm(b)
+        return jnp.where(norms > 0, jnp.maximum(jnp.vdot(a, b) / norms, 0.0), 0.0)
 
     def optimize(
         self,

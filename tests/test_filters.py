@@ -218,6 +218,7 @@ def test_keep_mask_is_the_rule():
         ([[1.0]], {}, "scores have shape (1, 1)"),
         (1.0, {}, "scores have shape ()"),
         ([1.0], {"rule": "iff"}, "rule is 'iff': must be one of none, iif, zero, random"),
+        ([1.0], {"rule": "gated"}, "needs the target's gradients"),
         ([1.0], {"p": 1.5}, "p is 1.5: must be in [0, 1]"),
         ([1.0], {"p": -0.1}, "p is -0.1: must be in [0, 1]"),
         ([1.0], {"p": float("nan")}, "p is nan: must be in [0, 1]"),

@@ -13,7 +13,7 @@ PART = {  # a module's part, by the first name below `jaxattr`
     "types": 0, "config": 0, "version": 0,
     "ops": 1,
     "networks": 2, "envs": 2,
-    "lanes": 3, "rollout": 3, "attribution": 3, "evaluate": 3,
+    "lanes": 3, "rollout": 3, "pools": 3, "attribution": 3, "evaluate": 3,
     "metrics": 4, "update": 4, "train": 4,
     "presets": 5, "studies": 5, "host": 5, "analysis": 5, "testing": 5,
     "": 6,  # the front door, jaxattr/__init__.py

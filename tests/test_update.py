@@ -599,6 +599,7 @@ class PoolCollector:
     num_envs: int = 4
     num_steps: int = 32
     all_valid: bool = False
+    pure = in_jit = True  # its reset can be traced, and it is called from inside the program
     spec = EnvSpec("test/pool", (1,), Discrete(2), 6)
 
     def init(self, keys):

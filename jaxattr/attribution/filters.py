@@ -124,6 +124,7 @@ class Filter:
     weighted: bool = True  # False: weights are only 0 and 1, and the loss needs no product
     target: str | None = None  # the only target whose scores the rule can read; None: as configured
     monte_carlo: bool = False  # reads records.mc_advantage
+    gated: bool = False  # p is multiplied by how far the targets of two halves of the buffer agree
 
     def __call__(self, scores: Array, records: Any, key: PRNGKey, round: Array, p: Array, min_keep: int) -> Array:
         """The rule's weights (N,)."""
@@ -140,11 +141,18 @@ FILTERS: dict[str, Filter] = {
     "reweight": Filter(reweight),
     "advantage_sign": Filter(advantage_sign, weighted=False, monte_carlo=True),
     "td_error": Filter(td_error, weighted=False),
+    "gated": Filter(iif, weighted=False, gated=True),
 }
 
 
 def register_filter(
-    name: str, rule: Rule, *, weighted: bool = True, target: str | None = None, monte_carlo: bool = False
+    name: str,
+    rule: Rule,
+    *,
+    weighted: bool = True,
+    target: str | None = None,
+    monte_carlo: bool = False,
+    gated: bool = False,
 ) -> None:
     """Make `rule` available as `Config(filter=name)` and on the command line.
 
@@ -154,6 +162,7 @@ def register_filter(
       weighted: False if the weights are only 0 and 1 (saves a product in the loss).
       target: the target that the rule's scores must be about, whatever the configuration says; None = as configured.
       monte_carlo: the rule reads `records.mc_advantage` (NaN otherwise: it costs a pass over the rollout).
+      gated: p is multiplied by the agreement of the targets of two halves of the buffer (`UpdateStep.agreement`).
 
     Raises:
       ValueError: the name is taken or `rule` cannot be called.
@@ -162,7 +171,7 @@ def register_filter(
         raise ValueError(
             f"filter {name!r} is already registered" if name in FILTERS else f"filter {name!r}: no callable"
         )
-    FILTERS[name] = Filter(rule, weighted, target, monte_carlo)
+    FILTERS[name] = Filter(rule, weighted, target, monte_carlo, gated)
 
 
 def keep_mask(scores: Any, *, rule: str = "iif", p: float = 0.125, key: PRNGKey | None = None) -> Array:
@@ -187,6 +196,10 @@ def keep_mask(scores: Any, *, rule: str = "iif", p: float = 0.125, key: PRNGKey 
         raise ValueError(f"scores have shape {scores.shape}: must be (N,)")
     if rule not in FILTERS:
         raise ValueError(f"rule is {rule!r}: must be one of {', '.join(FILTERS)}")
+    if FILTERS[rule].gated:
+        raise ValueError(
+            f"rule {rule!r} needs the target's gradients: keep_mask knows scores only, use it in the trainer"
+        )
     if not isinstance(p, jax.core.Tracer) and not 0 <= p <= 1:
         raise ValueError(f"p is {p}: must be in [0, 1]")
     if rule == "random" and key is None:

@@ -1,12 +1,14 @@
-"""The protocol for ONE environment, and the two wrappers every backend shares: time limit and auto-reset.
+"""What an environment is: a pure one (`Env`: a state in, a state out) or one that keeps its own state (`Pool`).
 
-A backend writes `reset` and `step` for a single environment and never resets by itself; it never needs to think
-about batches, seeds, episode statistics or auto-reset. `jaxattr.testing.check_env` tells whether it fits.
+A pure backend writes `reset` and `step` for a single environment and never resets by itself; it never needs to think
+about batches, seeds, episode statistics or auto-reset. `jaxattr.testing.check_env` tells whether it fits. Simulators
+that cannot hand out their state are pools: `open` starts n copies that are stepped together and reset themselves;
+`jaxattr.testing.check_pool` tells whether one fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -15,7 +17,20 @@ import jax.numpy as jnp
 from jaxattr.config import ConfigError, near
 from jaxattr.types import Array, Box, Discrete, EnvSpec, PRNGKey
 
-__all__ = ["Box", "Discrete", "Env", "EnvSpec", "EnvState", "Step", "auto_reset", "tree_select"]
+__all__ = [
+    "AnyEnv",
+    "Box",
+    "Discrete",
+    "Env",
+    "EnvSpec",
+    "EnvState",
+    "OpenPool",
+    "Pool",
+    "Step",
+    "auto_reset",
+    "pure",
+    "tree_select",
+]
 
 EnvState = Any
 
@@ -45,6 +60,68 @@ class Env(Protocol):
     def step(self, key: PRNGKey, state: EnvState, action: Array) -> tuple[EnvState, Step]:
         """Advance by one action. Uses up `key`. A tie of failure and time limit counts as terminated only."""
         ...
+
+
+class OpenPool(Protocol):
+    """n running copies of an environment that keeps its own state, each with a seed of its own.
+
+    A copy whose episode has ended ignores the next action and answers with the first observation of its next episode
+    (reward 0, both flags False): that row is no record.
+    """
+
+    @property
+    def obs(self) -> Any:
+        """(n, *obs_shape) float32 numpy: the first observations."""
+        ...
+
+    @property
+    def traced_step(self) -> Callable[[Array, Array], tuple[Array, Step]] | None:
+        """(token, (n, ...) action) -> (token, Step), to be called inside a compiled program; None: only `step` works.
+
+        The token, eight uint8 of any value, is handed from call to call, so that XLA keeps them in order.
+        """
+        ...
+
+    def step(self, action: Any) -> Step:
+        """(n, ...) numpy actions -> a `Step` of numpy arrays with a leading n."""
+        ...
+
+    def close(self) -> None:
+        """Free what the copies hold."""
+        ...
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Environments that keep their own state, outside JAX: no copying, no branching, no exact resume."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Static description."""
+        ...
+
+    @property
+    def in_jit(self) -> bool:
+        """Whether open pools have a `traced_step`."""
+        ...
+
+    def open(self, seeds: Sequence[int], threads: int = 0) -> OpenPool:
+        """Start one copy per seed (0 to 2**31 - 1), stepped by `threads` threads (0: as many as there are cores)."""
+        ...
+
+
+AnyEnv = Env | Pool
+
+
+def pure(env: AnyEnv, what: str) -> Env:
+    """`env`, if it is one whose state is a value.
+
+    Raises:
+      ConfigError: it is a pool; `what` says what cannot be done with one.
+    """
+    if isinstance(env, Env):
+        return env
+    raise ConfigError(f"{env.spec.name} keeps its state outside JAX: it cannot {what}")
 
 
 def tree_select(pred: Array, on_true: Any, on_false: Any) -> Any:

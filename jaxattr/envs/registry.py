@@ -1,4 +1,6 @@
-"""From an environment's id to the environment: registered ones, probes, gymnax ids as they are, `brax/<name>`."""
+"""From an environment's id to the environment: registered ones, probes, gymnax ids as they are, `brax/<name>`,
+`envpool/<task>`, `gymnasium/<id>`.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxattr.config import ConfigError, near
-from jaxattr.envs import brax, gymnax
-from jaxattr.envs.base import Env, EnvSpec, check_option_value, check_options
+from jaxattr.envs import brax, envpool, gymnasium, gymnax
+from jaxattr.envs.base import AnyEnv, Env, EnvSpec, Pool, check_option_value, check_options
 from jaxattr.envs.probes import PROBES
 
-_registered: dict[str, Callable[..., Env]] = {}
+_registered: dict[str, Callable[..., AnyEnv]] = {}
+_PREFIXED: dict[str, Any] = {"brax/": brax, "envpool/": envpool, "gymnasium/": gymnasium}
 
 
 class EnvInfo(NamedTuple):
     """One line of `list_envs`."""
 
     id: str
-    family: str  # registered, gymnax, brax or probe
+    family: str  # registered, gymnax, brax, envpool, gymnasium or probe
     description: str  # spaces and time limit, or "unavailable: why"
 
 
-def register(env_id: str, factory: Callable[..., Env]) -> None:
-    """Make `factory(**options) -> Env` available as `env_id` in this process.
+def register(env_id: str, factory: Callable[..., AnyEnv]) -> None:
+    """Make `factory(**options)`, an `Env` or a `Pool`, available as `env_id` in this process.
 
     The factory's keyword arguments are the environment's options; a misspelt one is refused unless the factory
     takes `**kwargs`.
@@ -37,12 +40,12 @@ def register(env_id: str, factory: Callable[..., Env]) -> None:
         raise ConfigError(f"environment id is {env_id!r}: must be a text that is not empty")
     if not callable(factory):
         raise ConfigError(f"factory of {env_id!r} is {factory!r}: must be callable, factory(**options) -> Env")
-    if env_id in _registered or env_id in PROBES or env_id.startswith("brax/") or env_id in _ids(gymnax):
+    if env_id in _registered or env_id in PROBES or env_id.startswith(tuple(_PREFIXED)) or env_id in _ids(gymnax):
         raise ConfigError(f"environment id {env_id!r} is already taken")
     _registered[env_id] = factory
 
 
-def make(env_id: str, env_args: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> Env:
+def make(env_id: str, env_args: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> AnyEnv:
     """The environment `env_id` with the options `env_args`.
 
     Raises:
@@ -58,23 +61,44 @@ def make(env_id: str, env_args: Mapping[str, Any] | Iterable[tuple[str, Any]] = 
     factory = _registered.get(env_id) or PROBES.get(env_id)
     if factory is not None:
         return _call(env_id, factory, options)
-    if env_id.startswith("brax/"):
-        return brax.make(env_id, options)
+    for prefix, module in _PREFIXED.items():
+        if env_id.startswith(prefix):
+            return module.make(env_id, options)
     if env_id in gymnax.ids():
         return gymnax.make(env_id, options)
     raise ConfigError(f"unknown environment {env_id!r}{near(env_id, _all_ids())}")
 
 
-def list_envs() -> list[EnvInfo]:
-    """Every environment that `make` knows, in a fixed order; nothing is compiled, no physics model is loaded."""
+def list_envs(containing: str = "") -> list[EnvInfo]:
+    """Every environment that `make` knows, in a fixed order; nothing is compiled, no physics model is loaded.
+
+    EnvPool's and Gymnasium's are too many for one list: they are spelt out only where `containing` selects some.
+
+    Args:
+      containing: part of the ids to list, in any case.
+    """
     rows = [EnvInfo(env_id, "registered", _summary(f.__doc__)) for env_id, f in _registered.items()]
-    for module, family in ((gymnax, "gymnax"), (brax, "brax")):
+    for family, module in {"gymnax": gymnax, **{p.rstrip("/"): m for p, m in _PREFIXED.items()}}.items():
         try:
-            rows += [EnvInfo(env_id, family, module.describe(env_id)) for env_id in module.ids()]
+            known = module.ids()
         except ConfigError as error:
             rows.append(EnvInfo(f"{family}: all", family, f"unavailable: {error}"))
+            continue
+        chosen = [env_id for env_id in known if containing.lower() in env_id.lower()]
+        if not containing and module in (envpool, gymnasium):
+            text = f"{len(known)} of them; `jaxattr envs {family}` or, say, `jaxattr envs Lunar` lists some"
+            rows.append(EnvInfo(f"{family}/...", family, text))
+        else:
+            rows += [EnvInfo(env_id, family, _described(module, env_id)) for env_id in chosen]
     rows += [EnvInfo(env_id, "probe", _summary(f.__doc__)) for env_id, f in PROBES.items()]
-    return rows
+    return [row for row in rows if containing.lower() in row.id.lower()]
+
+
+def _described(module: Any, env_id: str) -> str:
+    try:
+        return module.describe(env_id)
+    except ConfigError as error:  # a space that is not supported, a package that is missing
+        return f"unavailable: {str(error).removeprefix(env_id + ': ')}"
 
 
 def parse_env_args(items: Iterable[str]) -> tuple[tuple[str, Any], ...]:
@@ -121,14 +145,14 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _call(env_id: str, factory: Callable[..., Env], options: dict[str, Any]) -> Env:
+def _call(env_id: str, factory: Callable[..., AnyEnv], options: dict[str, Any]) -> AnyEnv:
     """`factory(**options)`, with names and types checked against the factory's signature."""
     parameters = inspect.signature(factory).parameters.values()
     if not any(p.kind == p.VAR_KEYWORD for p in parameters):
         check_options(env_id, options, [p.name for p in parameters if p.kind != p.VAR_POSITIONAL])
     defaults = {p.name: p.default for p in parameters}
     env = factory(**{k: check_option_value(env_id, k, v, defaults.get(k)) for k, v in options.items()})
-    if not isinstance(env, Env) or not isinstance(env.spec, EnvSpec):
+    if not isinstance(env, (Env, Pool)) or not isinstance(env.spec, EnvSpec):
         raise ConfigError(f"factory of {env_id!r} returned {type(env).__name__}, not an Env (spec, reset, step)")
     return env
 
@@ -146,4 +170,4 @@ def _ids(module: Any) -> list[str]:
 
 
 def _all_ids() -> list[str]:
-    return [*_registered, *_ids(gymnax), *_ids(brax), *PROBES]
+    return [*_registered, *_ids(gymnax), *(i for module in _PREFIXED.values() for i in _ids(module)), *PROBES]

@@ -11,10 +11,10 @@ LINE_SECONDS = 5.0
 
 
 class Progress:
-    """Progress of one run. Use as a context manager; `quiet` shows nothing at all."""
+    """Progress of one run, or of a job in another `unit`. Use as a context manager; `quiet` shows nothing at all."""
 
-    def __init__(self, title: str, total: int, quiet: bool = False):
-        self.title, self.total, self.quiet = title, total, quiet
+    def __init__(self, title: str, total: int, quiet: bool = False, unit: str = "round"):
+        self.title, self.total, self.quiet, self.unit = title, total, quiet, unit
         self._bar: Any = None
         self._task: Any = None
         self._last = self._begin = time.monotonic()
@@ -71,7 +71,7 @@ class Progress:
             self._last = now
             rate = (now - self._begin) / max(done - self._first, 1)
             left = f", {duration(rate * (self.total - done))} left" if done < self.total else ""
-            print(f"{self.title}: round {done}/{self.total}, {note}{left}", file=sys.stderr, flush=True)
+            print(f"{self.title}: {self.unit} {done}/{self.total}, {note}{left}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

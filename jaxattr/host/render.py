@@ -26,7 +26,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from jaxattr.config import ConfigError
-from jaxattr.envs.base import Env
+from jaxattr.envs.base import Env, pure
 from jaxattr.envs.brax import BraxEnv
 from jaxattr.envs.gymnax import GymnaxEnv
 from jaxattr.envs.registry import make
@@ -72,7 +72,7 @@ def render(agent: Agent, out: Path, episode_seed: int, max_steps: int, stochasti
       ConfigError: a file type that cannot be written, or the episode cannot be drawn on this machine.
     """
     out = Path(out)
-    env = make(agent.env_id, agent.config.env_args)
+    env = pure(make(agent.env_id, agent.config.env_args), "be drawn (only gymnax and brax environments can)")
     kinds = (".html", ".gif") if isinstance(env, BraxEnv) else (".gif",)
     if out.suffix.lower() not in kinds:
         raise ConfigError(f"--out {out}: {agent.env_id} can be drawn as {' or '.join(kinds)}")

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.config import Config, ConfigError
+from jaxattr.envs.base import pure
 from jaxattr.envs.registry import make
 from jaxattr.host.checkpoint import from_plain, to_plain
 from jaxattr.ops import trees
@@ -115,7 +116,7 @@ def load_round(path: str | os.PathLike, *, network: nn.Module | None = None) -> 
     if meta["network_module"] and network is None:
         raise ConfigError(f"{file}: trained with your own module {meta['network_module']}; pass it as network=")
     config, seeds = Config.from_dict(meta["config"]), tuple(meta["seeds"])
-    env = make(meta["env"], config.env_args)
+    env = pure(make(meta["env"], config.env_args), "be branched")
     step = make_update_step(env, config, network, keep_states=True)
     like = _structure(step, config, seeds, meta["sweep"])
     names = trees.paths(like)

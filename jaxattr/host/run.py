@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxattr.analysis import plots
 from jaxattr.config import Config, ConfigError
-from jaxattr.envs.base import Env
+from jaxattr.envs.base import AnyEnv
 from jaxattr.host.agent import Agent
 from jaxattr.host.outputs import record_rows
 from jaxattr.host.progress import duration
@@ -58,7 +58,7 @@ class Run:
     env_id: str
     config: Config
     seeds: tuple[int, ...]
-    env: Env
+    env: AnyEnv
     step: UpdateStep
     state: TrainState
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Run:
         round = last if round is None else round
         if round not in self._judged:
             if self._replay is None or not 1 <= round <= self.config.total_updates:
-                raise ValueError(f"round {round}: kept are {sorted(self._judged)}")
+                raise ValueError(f"round {round}: kept are {sorted(self._judged)}, and it cannot be run again")
             self._judged[round] = self._replay(round)
         return record_rows(self._judged[round], index, self.seeds[index], round, self.config.num_envs, top)
 
@@ -159,11 +159,10 @@ def closing_lines(run: Run) -> list[str]:
         f"{s['env_steps']:,} env steps; training {duration(s['train_s'])} ({rate}), compiling {s['compile_s']:.1f} s, "
         f"evaluation {s['eval_s']:.1f} s, writing {s['write_s']:.1f} s"
     ]
-    if s["final_test_return"] is not None:
-        mean = np.nanmean(s["final_test_return"])
-        greedy = np.nanmean(s["final_test_return_deterministic"])
+    finals = {"stochastic": s["final_test_return"], "deterministic": s["final_test_return_deterministic"]}
+    shown = [f"{np.nanmean(values):.4g} ({kind})" for kind, values in finals.items() if values is not None]
+    if shown:
         lines.append(
-            f"final test return {mean:.4g} (stochastic), {greedy:.4g} (deterministic), mean over {len(run.seeds)} "
-            f"seeds x {s['eval_episodes']} episodes"
+            f"final test return {', '.join(shown)}, mean over {len(run.seeds)} seeds x {s['eval_episodes']} episodes"
         )
     return lines

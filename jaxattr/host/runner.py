@@ -17,18 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.config import Config, ConfigError, diff
+from jaxattr.envs.base import pure
 from jaxattr.envs.registry import make
-from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC, evaluate_lanes
+from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC
 from jaxattr.host import checkpoint
 from jaxattr.host.history import History
 from jaxattr.host.outputs import RunFolder, metric_rows
 from jaxattr.host.progress import Progress
 from jaxattr.host.rounds import check_rounds, on_host, save_round, size_of
 from jaxattr.host.run import ChunkInfo, Run, Stopped, closing_lines, draw_run
-from jaxattr.lanes import lane_devices, place_lanes, spread_lanes
+from jaxattr.lanes import lane_devices, place_lanes
 from jaxattr.presets import preset as named_preset
 from jaxattr.studies.replay import Round, RoundData, round_data
-from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step
+from jaxattr.train import compile_chunk, compile_test, init_state, lane_settings, make_update_step
 from jaxattr.types import TrainState
 from jaxattr.version import __version__
 
@@ -141,6 +142,17 @@ class Session:
         if wandb and self.folder is None:
             raise ConfigError("--wandb needs --out")
 
+    @property
+    def exact_resume(self) -> bool:
+        """Whether an interrupted run goes on exactly where it stopped (not if the environment keeps its own state)."""
+        return self.step.collector.pure
+
+    def _attempt(self) -> int:
+        """A number that differs between a run and its continuation, for environments that start anew."""
+        if not self.resume or self.exact_resume or self.folder is None:
+            return 0
+        return max((int(p.name) for p in self.folder.checkpoints.glob("[0-9]*") if p.name.isdigit()), default=0)
+
     def _check_same_run(self) -> None:
         assert self.folder is not None
         try:
@@ -172,7 +184,7 @@ class Session:
         with Progress(title, total, quiet) as progress:
             for line in self.header():
                 progress.say(line)
-            fresh = init_state(self.step, self.seeds)
+            fresh = init_state(self.step, self.seeds, attempt=self._attempt())
             if self.record_rounds:
                 size = size_of(self.step, fresh, self.settings) / 2**20
                 where = "in memory" if self.folder is None else f"in {self.folder.path / 'rounds'}"
@@ -186,20 +198,18 @@ class Session:
 
             begin = time.perf_counter()
             length = min(CHUNK, total)
-            chunk = make_chunk(self.step, lanes, length).lower(state, settings, jnp.int32(1)).compile()
-            evaluator = jax.jit(
-                spread_lanes(
-                    evaluate_lanes(self.step.nets, self.env, self.config.eval_episodes), lanes, (True, True, False), 0
-                )
-            )
+            chunk = compile_chunk(self.step, state, settings, length)
             eval_key = jax.random.key(self.config.eval_seed)
-            evaluator = evaluator.lower(state.params, state.obs_stats, eval_key).compile()
+            test = last_test = compile_test(self.step, self.env, state, eval_key, self.config.eval_episodes)
+            last = self.config.final_eval_episodes
+            if last not in (None, self.config.eval_episodes):
+                last_test = compile_test(self.step, self.env, state, eval_key, last)
             compile_s = time.perf_counter() - begin
             progress.say(f"compiled in {compile_s:.1f} s; training {total - done} rounds")
 
             run = Run(self.env_id, self.config, self.seeds, self.env, self.step, state)
             run._replay = lambda r: _replay(chunk, place_lanes(fresh, lanes), settings, r, length)
-            if self.resume or self.init_from is not None:
+            if self.resume or self.init_from is not None or not self.exact_resume:
                 run._replay = None
             spent = {"train": 0.0, "eval": 0.0, "write": 0.0}
             wanted = {r for r in self.record_rounds if r > done}
@@ -223,7 +233,8 @@ class Session:
                     self._record(run, done, on_host(round_data(settings, before, state, judged)))
                 if done == total or (self.config.eval_every and done % self.config.eval_every == 0):
                     begin = time.perf_counter()
-                    result = jax.tree.map(np.asarray, evaluator(state.params, state.obs_stats, eval_key))
+                    play = last_test if done == total else test
+                    result = jax.tree.map(np.asarray, play(state.params, state.obs_stats, eval_key))
                     spent["eval"] += time.perf_counter() - begin
                     run.evaluations[done] = result.episode_return
                     history.add_evaluation(done, result)
@@ -280,6 +291,11 @@ class Session:
             for line in warnings:
                 progress.say(line)
             done = int(meta["update"])
+            if not self.exact_resume:
+                anew = jnp.zeros_like(fresh.discounted_return)
+                state = state.replace(env_state=fresh.env_state, discounted_return=anew)
+                progress.say(f"{self.env_id} keeps its state outside JAX: all episodes start anew, so this run will "
+                             "differ from one that was never interrupted")  # fmt: skip
             history.load(self.folder.trim_metrics(done), self.folder.read_timing(done), done)
             progress.say(f"resuming after round {done}")
             return state, done, history
@@ -308,7 +324,8 @@ class Session:
             run.rounds[number] = save_round(self.folder.path, number, data, self.description)
         else:
             whole = jax.tree.map(jnp.asarray, data)
-            run.rounds[number] = Round(self.env_id, self.config, self.seeds, number, self.env, self.step, whole)
+            env = pure(self.env, "be recorded")
+            run.rounds[number] = Round(self.env_id, self.config, self.seeds, number, env, self.step, whole)
 
     def _write(self, run: Run, history: History, done: int) -> None:
         """Metrics first, then the checkpoint that makes them count."""
@@ -338,11 +355,9 @@ class Session:
             "eval_s": round(spent["eval"], 3),
             "write_s": round(spent["write"], 3),
             "env_steps_per_s": round(steps / spent["train"], 1) if spent["train"] else None,
-            "final_test_return": None if final is None else np.round(final[:, STOCHASTIC].mean(1), 4).tolist(),
-            "final_test_return_deterministic": None
-            if final is None
-            else np.round(final[:, DETERMINISTIC].mean(1), 4).tolist(),
-            "eval_episodes": self.config.eval_episodes,
+            "final_test_return": _final(final, STOCHASTIC),
+            "final_test_return_deterministic": _final(final, DETERMINISTIC),
+            "eval_episodes": self.config.eval_episodes if final is None else final.shape[-1],
             "stopped_seeds": [s for s, a in zip(self.seeds, np.asarray(run.state.alive), strict=True) if not a],
             "params_sha256": params,
             "matmul_precision": jax.config.jax_default_matmul_precision or "default",  # pyright: ignore
@@ -372,9 +387,16 @@ class Session:
         self.folder.close()
 
 
+def _final(returns: np.ndarray | None, kind: int) -> list[float] | None:
+    """Mean test return of every lane (S,), rounded; None where this kind of episode was not played."""
+    if returns is None or np.isnan(returns[:, kind]).all():
+        return None
+    return np.round(returns[:, kind].mean(1), 4).tolist()
+
+
 def versions() -> dict[str, str]:
     """Of Python and the packages whose numbers may differ."""
-    names = ("jaxattr", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "numpy")
+    names = ("jaxattr", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "envpool", "gymnasium", "numpy")
     out = {"python": platform.python_version()}
     for name in names:
         try:

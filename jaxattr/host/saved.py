@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattr.config import Config, ConfigError
+from jaxattr.envs.base import Env
 from jaxattr.envs.registry import make
 from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC, evaluate
 from jaxattr.host import checkpoint
 from jaxattr.host.agent import Agent
+from jaxattr.pools import PoolTest
 from jaxattr.train import init_state, make_update_step
 
 
@@ -72,7 +74,11 @@ def evaluate_run(path: Path, episodes: int, index: int | None, eval_seed: int | 
     env = make(saved["env"], config.env_args)
     key = jax.random.key(config.eval_seed if eval_seed is None else eval_seed)
     nets = agents[0].nets
-    run = jax.jit(lambda params, stats: evaluate(nets, env, params, stats, key, episodes))
+    if isinstance(env, Env):
+        run: Any = jax.jit(lambda params, stats: evaluate(nets, env, params, stats, key, episodes))
+    else:
+        test, one = PoolTest(nets, env, episodes), lambda tree: jax.tree.map(lambda x: x[None], tree)
+        run = lambda params, stats: jax.tree.map(lambda x: x[0], test(one(params), one(stats), key))
     lines = [f"{saved['env']}, {episodes} episodes per agent: return mean +- standard deviation (length, env steps)"]
     for i in chosen:
         result = jax.tree.map(np.asarray, run(agents[i].params, agents[i].obs_stats))
