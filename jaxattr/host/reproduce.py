@@ -1,0 +1,211 @@
+"""`jaxattr reproduce iif`: the paper's main comparison with its missing controls, piece by piece, resumable."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from jaxattr.config import ConfigError, near
+from jaxattr.host.xla import use_all_cores
+from jaxattr.studies.reproduction import (
+    DEFAULT_ARMS,
+    QUICK_ARMS,
+    SETTINGS,
+    TASKS,
+    Task,
+    arm_config,
+    choose_tasks,
+    parse_arms,
+)
+
+if TYPE_CHECKING:
+    from jaxattr.host.reproduce_run import Piece
+
+COMPARISONS = ("iif",)
+
+
+@dataclass
+class Reproduce:
+    """Run the comparison of the IIF paper (NeurIPS 2025, Figure 6) again, with a null, intervals and more controls.
+
+    Every (setting, environment, arm) is one run with all seeds; what is finished in --out is kept, the rest continues.
+    Writes reproduction.json, reproduction.csv and a picture per setting.
+    """
+
+    what: tyro.conf.Positional[str]
+    """What to reproduce: iif."""
+    envs: tuple[str, ...] = ()
+    """Environments; default: the paper's six and MiniGrid-DoorKey, as far as their backend is installed."""
+    settings: tuple[str, ...] = ()
+    """paper, tuned or both (default; --quick: paper)."""
+    seeds: int = 5
+    """Seeds per arm."""
+    arms: tuple[str, ...] = ()
+    """Arms as NAME (at the environment's published best p) or NAME:P; `none` is always run. Default: all."""
+    quick: bool = False
+    """Minutes instead of hours: four environments, none, iif and random, fewer rounds and test episodes."""
+    out: Path | None = None
+    """Folder; default: runs/reproduce, or runs/reproduce_quick."""
+    first_seed: int = 0
+    """Seeds are first_seed, first_seed + 1, ..."""
+    quiet: bool = False
+    """No progress."""
+
+
+@dataclass
+class Plan:
+    """All pieces, in the order in which they run, and what is not run."""
+
+    pieces: list[Piece]
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Environment -> why."""
+    left_out: list[str] = field(default_factory=list)
+    """What --quick leaves out, in words."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of the command; returns the exit code."""
+    args = tyro.cli(Reproduce, prog="jaxattr reproduce", args=list(argv))
+    if args.what not in COMPARISONS:
+        raise ConfigError(f"reproduce {args.what!r}: unknown{near(args.what, COMPARISONS)}")
+    use_all_cores(args.seeds)
+    result = reproduce(
+        envs=args.envs,
+        settings=args.settings,
+        seeds=args.seeds,
+        arms=args.arms,
+        quick=args.quick,
+        out=args.out,
+        first_seed=args.first_seed,
+        quiet=args.quiet,
+        command=" ".join(["jaxattr reproduce", *argv]),
+    )
+    print(result["text"])
+    print(f"{result['out']}: {', '.join(result['files'])}")
+    return 0
+
+
+def make_plan(
+    out: Path,
+    *,
+    envs: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    seeds: Sequence[int],
+    arms: Sequence[str] = (),
+    quick: bool = False,
+) -> Plan:
+    """What is to be run, checked as far as possible; nothing is compiled or written.
+
+    Raises:
+      ConfigError: unknown names, a result in `out` that was made with other settings, an environment that was named
+        but whose backend is missing, or none is left.
+    """
+    from jaxattr.attribution.filters import FILTERS
+    from jaxattr.envs.registry import make
+    from jaxattr.host.compare import NULL_OFFSET
+    from jaxattr.host.reproduce_run import Piece, folder_name
+
+    tasks = choose_tasks(envs, quick)
+    settings = tuple(settings) or (SETTINGS[:1] if quick else SETTINGS)
+    chosen = tuple(arms) or (QUICK_ARMS if quick else DEFAULT_ARMS)
+    plan = Plan([])
+    for setting in dict.fromkeys(settings):
+        for task in tasks:
+            for arm in parse_arms(chosen, task):
+                config = arm_config(setting, task, arm, quick)
+                if config.filter not in FILTERS:
+                    raise ConfigError(f"arm {arm.name!r}: no filter {config.filter!r}{near(config.filter, FILTERS)}")
+                own = tuple(s + NULL_OFFSET for s in seeds) if arm.is_null else tuple(seeds)
+                folder = out / setting / folder_name(task.env_id) / folder_name(arm.name)
+                plan.pieces.append(Piece(setting, task, arm, config, own, folder))
+    for task in tasks:
+        try:
+            make(task.env_id, next(p.config.env_args for p in plan.pieces if p.task is task))
+        except ConfigError as error:
+            if task.env_id in envs:
+                raise
+            plan.skipped[task.env_id] = str(error)
+    plan.pieces = [piece for piece in plan.pieces if piece.task.env_id not in plan.skipped]
+    if not plan.pieces:
+        raise ConfigError(f"no environment is left: {'; '.join(plan.skipped.values())}")
+    for piece in plan.pieces:
+        piece.begun()
+    if quick:
+        plan.left_out = _left_out(tasks, settings, chosen)
+    return plan
+
+
+def reproduce(
+    *,
+    envs: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    seeds: int = 5,
+    arms: Sequence[str] = (),
+    quick: bool = False,
+    out: Path | None = None,
+    first_seed: int = 0,
+    quiet: bool = True,
+    command: str = "",
+) -> dict[str, Any]:
+    """Run everything that is not yet finished in `out`, then write tables and pictures. See `Reproduce`.
+
+    Returns:
+      `document` (what reproduction.json holds), `text` (the tables), `files` (names) and `out`.
+
+    Raises:
+      ConfigError: see `make_plan`.
+    """
+    if seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}: must be 1 or more")
+    where = Path("runs/reproduce_quick" if quick else "runs/reproduce") if out is None else Path(out)
+    lanes = tuple(range(first_seed, first_seed + seeds))
+    plan = make_plan(where, envs=envs, settings=settings, seeds=lanes, arms=arms, quick=quick)
+    from jaxattr.host.reproduce_files import write_results
+    from jaxattr.host.reproduce_run import Job, measure_group, run_piece
+    from jaxattr.host.xla import shared_programs
+
+    kept = [piece for piece in plan.pieces if piece.kept.exists()]
+    job = Job([piece for piece in plan.pieces if piece not in kept], quiet)
+    groups: dict[tuple[str, str], list[Piece]] = {}
+    for piece in plan.pieces:
+        groups.setdefault((piece.setting, piece.task.env_id), []).append(piece)
+    begin = time.monotonic()
+    with job, shared_programs():
+        for line in (*plan.left_out, *(f"{env}: skipped: {why}" for env, why in plan.skipped.items())):
+            job.say(line)
+        if kept:
+            job.say(f"{len(kept)} of {len(plan.pieces)} runs are finished in {where} and kept")
+        for group in groups.values():
+            for piece in group:
+                if piece not in kept:
+                    run_piece(piece, job)
+            measure_group(group, job)
+    return write_results(plan, groups, where, command=command, seconds=time.monotonic() - begin, quick=quick)
+
+
+def _left_out(tasks: Sequence[Task], settings: Sequence[str], arms: Sequence[str]) -> list[str]:
+    """What --quick does not do, in words."""
+    names = [task.env_id for task in tasks]
+    others = [env for env in TASKS if env not in names]
+    lines = [f"--quick leaves out: environments {', '.join(others)}"] if others else []
+    if set(settings) != set(SETTINGS):
+        lines.append(f"--quick leaves out: settings {', '.join(s for s in SETTINGS if s not in settings)}")
+    if tuple(arms) == QUICK_ARMS:
+        lines.append("--quick leaves out: all arms but none, iif at the published p and random; also the null")
+    lines += [
+        f"--quick shortens {task.env_id}: {task.quick.rounds} rounds at most, {task.quick.eval_episodes} test episodes "
+        f"each time ({task.quick.final_episodes} at the end)"
+        for task in tasks
+        if task.quick
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""What `jaxattr reproduce` writes at the end: tables, JSON, CSV and pictures from the kept arms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxattr.analysis import reproduction as analysis
+from jaxattr.analysis.compare import NULL, ArmResult
+from jaxattr.analysis.tables import csv_text, plain
+from jaxattr.host.checkpoint import write_text
+from jaxattr.host.progress import duration
+from jaxattr.host.runner import versions
+from jaxattr.studies.reproduction import GRID, TASKS, Choice, choose_p
+
+if TYPE_CHECKING:
+    from jaxattr.host.reproduce import Plan
+    from jaxattr.host.reproduce_run import Piece
+
+
+def load_arm(path: Path) -> tuple[ArmResult, dict[str, Any]]:
+    """A kept arm and everything else that its file says."""
+    saved = json.loads(path.read_text())
+    return ArmResult(**saved.pop("result")), saved
+
+
+def load_panel(group: Sequence[Piece]) -> tuple[analysis.Panel, dict[str, Any]]:
+    """The finished arms of one environment in one setting, and each arm's times and evaluation noise."""
+    task = group[0].task
+    arms, about = {}, {}
+    for piece in group:
+        arms[piece.arm.name], about[piece.arm.name] = load_arm(piece.kept)
+    timing = json.loads((group[0].folder.parent / "timing.json").read_text())["seconds_per_round"]
+    if NULL in arms:
+        timing[NULL] = timing["none"]  # the same program
+    grid = {piece.arm.name: piece.arm.name if piece.arm.rule == "iif" else piece.arm.rule for piece in group}
+    published = {}
+    if task.published is not None:
+        published = {m: getattr(task.published, m) for m in ("se_ave", "se_peak", "rt_peak")}
+    return analysis.Panel(task.env_id, arms, task.p, task.failed, grid, published, timing), about
+
+
+def write_results(
+    plan: Plan,
+    groups: Mapping[tuple[str, str], Sequence[Piece]],
+    out: Path,
+    *,
+    command: str,
+    seconds: float,
+    quick: bool,
+) -> dict[str, Any]:
+    """Write reproduction.json, reproduction.csv and one picture per setting; see `host.reproduce.reproduce`."""
+    rows: list[dict[str, Any]] = []
+    choices: list[dict[str, Any]] = []
+    aggregate: list[dict[str, Any]] = []
+    per_seed: list[dict[str, Any]] = []
+    evaluation: list[dict[str, Any]] = []
+    parts, files = [], ["reproduction.json", "reproduction.csv"]
+    seeds = next(iter(groups.values()))[0].seeds
+    for setting in dict.fromkeys(name for name, _ in groups):
+        panels: list[analysis.Panel] = []
+        own_rows: list[dict[str, Any]] = []
+        own_choices: list[dict[str, Any]] = []
+        for (name, env), group in groups.items():
+            if name != setting:
+                continue
+            panel, about = load_panel(group)
+            panels.append(panel)
+            own_rows += [{"setting": setting, **row} for row in analysis.arm_rows(panel)]
+            own_choices += choices_of(panel, setting)
+            for arm in panel.arms.values():
+                where = {"setting": setting, "env": env, "arm": arm.name}
+                evaluation.append({**where, **{k: about[arm.name][k] for k in _ABOUT}})
+                for s, final, auc in zip(arm.seeds, arm.final_return, arm.auc, strict=True):
+                    per_seed.append({**where, "seed": s, "final_test_return": final, "auc_test_return": auc})
+        own_aggregate = analysis.across_environments(panels)
+        analysis.reproduction_figure(out / f"reproduction_{setting}.png", panels, setting)
+        files.append(f"reproduction_{setting}.png")
+        parts.append(_text(setting, panels, own_rows, own_choices, own_aggregate, plan.skipped, len(seeds)))
+        rows, choices = rows + own_rows, choices + own_choices
+        aggregate += [{"setting": setting, **row} for row in own_aggregate]
+    device = jax.devices()[0]
+    used = [task for task in TASKS.values() if any(env == task.env_id for _, env in groups)]
+    document = {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "left_out": plan.left_out,
+        "skipped": plan.skipped,
+        "seeds": list(seeds),
+        "device": f"{device.device_kind} ({device.platform})",
+        "versions": versions(),
+        "seconds_this_session": seconds,
+        "interval": "95 % percentile bootstrap over seeds",
+        "published": {task.env_id: None if task.published is None else vars(task.published) for task in used},
+        "failed": {task.env_id: {"at_most": task.failed, "means": task.failed_means} for task in used},
+        "rows": rows,
+        "choice_of_p": choices,
+        "across_environments": aggregate,
+        "per_seed": per_seed,
+        "runs": evaluation,
+        "configs": {piece.title: piece.config.to_dict() for group in groups.values() for piece in group},
+    }
+    write_text(out / "reproduction.json", json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
+    write_text(out / "reproduction.csv", csv_text(rows))
+    tail = [f"all runs: {_total(evaluation)}", *(f"{env}: not run: {why}" for env, why in plan.skipped.items())]
+    text = "\n\n".join([*parts, "\n".join([*plan.left_out, *tail])])
+    return {"document": document, "text": text, "files": files, "out": out}
+
+
+def choices_of(panel: Any, setting: str) -> list[dict[str, Any]]:
+    """p chosen on half of the seeds, by AUC and by SE_ave; empty where there are too few seeds or p."""
+    ps = [p for p in GRID if f"iif:{p:g}" in panel.arms]
+    seeds = panel.arms["none"].seeds.size
+    rows = []
+    for metric, value in (("difference of AUC", analysis.auc_gain), ("SE_ave %", analysis.se_ave_percent)):
+        found: Choice | None = choose_p(lambda p, at, f=value: f(panel, f"iif:{p:g}", at), ps, seeds)
+        if found is not None:
+            row = {"setting": setting, "env": panel.env, "metric": metric}
+            rows.append({**row, **found._asdict(), "gain": found.gain})
+    return rows
+
+
+_ABOUT = ("train_s", "eval_s", "compile_s", "wall_s", "eval_noise", "resumed", "nonfinite")
+
+
+def _text(
+    setting: str,
+    panels: Sequence[analysis.Panel],
+    rows: Sequence[Mapping[str, Any]],
+    choices: Sequence[Mapping[str, Any]],
+    aggregate: Sequence[Mapping[str, Any]],
+    skipped: Mapping[str, str],
+    seeds: int,
+) -> str:
+    """All tables of a setting."""
+    parts = [f"Setting {setting!r}: IIF at the published best p, {seeds} seeds"]
+    parts.append(analysis.headline_table(panels, rows, skipped))
+    for panel in panels:
+        own = [row for row in rows if row["env"] == panel.env]
+        parts.append(f"{panel.env}\n\n{analysis.detail_table(own)}")
+    if choices:
+        parts.append(f"Choosing p\n\n{analysis.choice_table(choices)}")
+    if aggregate:
+        parts.append(f"Across environments (0 = failed, 1 = mean of 'none')\n\n{analysis.across_table(aggregate)}")
+    means = {task.env_id: task.failed_means for task in TASKS.values()}
+    parts.append("\n".join(analysis.notes(panels, seeds, means, bool(choices))))
+    return "\n\n".join(parts)
+
+
+def _total(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Training, evaluation and compilation apart."""
+    total = {k: sum(run[k] for run in runs) for k in ("train_s", "eval_s", "compile_s")}
+    names = {"train_s": "training", "eval_s": "evaluation", "compile_s": "compiling"}
+    return ", ".join(f"{names[k]} {duration(v)}" for k, v in total.items())
