@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,9 +152,15 @@ Chunk = Callable[[TrainState, Settings, Any], tuple[TrainState, Metrics, Judged]
 def compile_chunk(step: UpdateStep, state: TrainState, settings: Settings, length: int) -> Chunk:
     """The compiled unit of training, for up to `length` rounds a call."""
     lanes = settings.p.shape[0]
-    if step.collector.in_jit:
-        return make_chunk(step, lanes, length).lower(state, settings, jnp.int32(1)).compile()
-    return HostedChunk(step, state, settings)
+    if not step.collector.in_jit:
+        return HostedChunk(step, state, settings)
+    program = make_chunk(step, lanes, length).lower(state, settings, jnp.int32(1)).compile()
+    # A program that steps a pool holds a bare pointer to it: the pool must live as long as the program.
+    return program if step.collector.pure else functools.partial(_run, program, step.collector)
+
+
+def _run(program: Any, keeps_alive: Collector, state: TrainState, settings: Settings, count: Any) -> Any:
+    return program(state, settings, count)
 
 
 def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:

@@ -32,7 +32,7 @@ from jaxattr.host.saved import open_run
 from jaxattr.lanes import place_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops.statistics import init_stats
-from jaxattr.train import init_state, lane_settings
+from jaxattr.train import init_state, lane_settings, make_chunk
 
 N = 128  # records per round
 ENV = "CartPole-v1"
@@ -113,7 +113,7 @@ def same(a, b):
 def whole(tmp_path_factory):
     """The uninterrupted run, with files, records of round 2, and what a callback saw."""
     seen: list[Any] = []
-    make_chunk, write = runner.make_chunk, runner.Session._write
+    compile_chunk, write = runner.compile_chunk, runner.Session._write
     # The runner's clock: a millisecond each time it is read, and what the parts below take. Real time proves nothing
     # on a busy machine.
     now = [0.0]
@@ -131,12 +131,7 @@ def whole(tmp_path_factory):
         return call
 
     def watched(*args):
-        def compile_(lowered):
-            return slowly(lowered.compile(), lambda call: 0.01 * int(call[-1]))  # per round
-
-        inner = make_chunk(*args)
-        lower = lambda *a: types.SimpleNamespace(compile=slowly(lambda: compile_(inner.lower(*a)), lambda _: 11.0))
-        return types.SimpleNamespace(lower=lower)
+        return slowly(compile_chunk(*args), lambda call: 0.01 * int(call[-1]))  # per round
 
     compiled: list[list[str]] = []
     names: list[str] = []
@@ -149,7 +144,7 @@ def whole(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("runs") / "whole"
     patch = pytest.MonkeyPatch()
-    patch.setattr(runner, "make_chunk", watched)
+    patch.setattr(runner, "compile_chunk", slowly(watched, lambda _: 11.0))
     patch.setattr(runner, "time", types.SimpleNamespace(perf_counter=clock))
     patch.setattr(runner.Session, "_write", slowly(write, lambda _: 3.0))
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -367,7 +362,7 @@ def test_t29_t31_a_restored_state_runs_in_the_same_compiled_chunk(whole):
     fresh, settings = place_lanes(init_state(step, SEEDS), 2), place_lanes(settings, 2)
     restored, meta = checkpoint.load(sorted((whole.out / "checkpoints").glob("[0-9]*"))[0], fresh)
     restored, done = place_lanes(restored, 2), meta["update"]
-    chunk, names = runner.make_chunk(step, 2, 50), []
+    chunk, names = make_chunk(step, 2, 50), []
     listen = lambda name, *_, **__: names.append(name) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

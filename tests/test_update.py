@@ -709,6 +709,7 @@ def test_rows_after_a_cut_do_not_leak_into_advantages():
 
 def step_with_init(step):
     class WithInit(step.collector.__class__):
+        pure = True
         init = lambda self, keys: jnp.zeros(len(keys))
 
     return dataclasses.replace(step, collector=WithInit())

@@ -23,6 +23,7 @@ OVERVIEW = """jaxattr: train PPO agents in JAX and know which experiences made t
   jaxattr train CartPole-v1 --filter iif --out runs/cp
   jaxattr train --resume runs/cp                  go on where it stopped
   jaxattr compare FrozenLake-misc --preset paper --filters none iif random --out runs/fl
+  jaxattr sweep benchmarks/sweeps/cartpole.toml   many settings x seeds, ranked; goes on where it was killed
   jaxattr eval runs/cp --episodes 100             test a trained run
   jaxattr render runs/cp --out cp.gif             watch it
   jaxattr config diff runs/a runs/b               what differs (also tuned:ENV, paper:ENV, files)
@@ -35,11 +36,13 @@ Keep whole rounds of a run (train ... --record-rounds every:5), then ask about t
   jaxattr intervene runs/cp                       does each round end better on filtered records?
   jaxattr report runs/cp                          all of it as one HTML file
 
+  jaxattr reproduce iif --quick                   the paper's comparison again, with the controls it lacks
+
 Each command has --help. Bad input ends with one line and exit code 2."""
 
 
-STUDIES = ("counterfactual", "diagnose", "behaviour", "intervene", "report")
-"""Commands on recorded rounds and runs, each in a module of its own."""
+STUDIES = ("counterfactual", "diagnose", "behaviour", "intervene", "report", "reproduce", "sweep")
+"""Commands on recorded rounds and runs, and whole comparisons, each in a module of its own."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Train:
     env: tyro.conf.Positional[str] = ""
     """Environment id, see `jaxattr envs` (not needed with --resume or a --config that names it)."""
     preset: str = "tuned"
-    """Starting point for all settings: tuned or paper."""
+    """Starting point for all settings: tuned, paper or paper-adam."""
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE")] = None
     """Start from a json or toml file (a run's config.json is one) instead of a preset."""
     seeds: int = 1
@@ -85,7 +88,7 @@ class Compare:
     filters: tuple[str, ...] = ("none", "iif", "random")
     """Arms; NAME+matched trains NAME with as many minibatches as without a filter."""
     preset: str = "tuned"
-    """Starting point for all settings: tuned or paper."""
+    """Starting point for all settings: tuned, paper or paper-adam."""
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE")] = None
     """Start from a json or toml file instead of a preset."""
     seeds: int = 8
@@ -251,17 +254,20 @@ def _render(argv: list[str]) -> int:
 
 def _envs(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: jaxattr envs\n\nList every environment id with its observations and actions.")
+        print("usage: jaxattr envs [TEXT]\n\nList environment ids (those that contain TEXT) with their spaces.")
         return 0
-    if argv:
-        raise ConfigError(f"jaxattr envs takes no arguments, got {argv[0]!r}")
+    if len(argv) > 1:
+        raise ConfigError(f"jaxattr envs takes one text at most, got {' '.join(argv)!r}")
     from rich.console import Console
     from rich.table import Table
 
     from jaxattr.envs.registry import list_envs
 
     table = Table("id", "family", "observations and actions", box=None)
-    for env_id, group, text in list_envs():
+    found = list_envs(*argv)
+    if not found:
+        raise ConfigError(f"no environment's id contains {argv[0]!r}; `jaxattr envs` lists what there is")
+    for env_id, group, text in found:
         table.add_row(env_id, group, text)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
