@@ -118,7 +118,7 @@ def make_plan(
     for setting in dict.fromkeys(settings):
         for task in tasks:
             for arm in parse_arms(chosen, task):
-                config = arm_config(setting, task, arm, quick)
+                config = arm_config(setting, task, arm, len(seeds), quick)
                 if config.filter not in FILTERS:
                     raise ConfigError(f"arm {arm.name!r}: no filter {config.filter!r}{near(config.filter, FILTERS)}")
                 own = tuple(s + NULL_OFFSET for s in seeds) if arm.is_null else tuple(seeds)
@@ -200,7 +200,7 @@ def _left_out(tasks: Sequence[Task], settings: Sequence[str], arms: Sequence[str
         lines.append("--quick leaves out: all arms but none, iif at the published p and random; also the null")
     lines += [
         f"--quick shortens {task.env_id}: {task.quick.rounds} rounds at most, {task.quick.eval_episodes} test episodes "
-        f"each time ({task.quick.final_episodes} at the end)"
+        f"each time, all seeds together ({task.quick.final_episodes} at the end)"
         for task in tasks
         if task.quick
     ]

@@ -32,7 +32,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Quick:
-    """Budget of `--quick`."""
+    """Budget of `--quick`; the fields mean what they mean in `Task`."""
 
     rounds: int
     evaluations: int
@@ -53,9 +53,9 @@ class Task:
     evaluations: int
     """About how many evaluations are spread over a run; fewer where a run has fewer rounds."""
     eval_episodes: int
-    """Stochastic test episodes of each."""
+    """Stochastic test episodes of each, all seeds together (but `LEAST_EPISODES` for every seed)."""
     final_episodes: int
-    """Test episodes after the last round."""
+    """Test episodes after the last round, all seeds together."""
     failed: float
     """A seed has failed if its final test return is at most this."""
     failed_means: str
@@ -71,46 +71,46 @@ TASKS: dict[str, Task] = {
         Task(
             "FrozenLake-misc", 0.5,
             Published(102_400, (34.0, 2.0), (19.2, 5.9), (29.5, 2.9), (93.9, 82.2)),
-            tuned_steps=102_400, evaluations=50, eval_episodes=64, final_episodes=1_000,
+            tuned_steps=102_400, evaluations=50, eval_episodes=320, final_episodes=5_000,
             failed=0.5, failed_means="reaches the goal in at most half of the episodes", pace=0.03,
-            quick=Quick(rounds=30, evaluations=15, eval_episodes=32, final_episodes=200),
+            quick=Quick(rounds=30, evaluations=15, eval_episodes=160, final_episodes=1_000),
         ),
         Task(
             "Acrobot-v1", 0.5,
             Published(102_400, (36.7, 6.5), (48.5, 0.8), (55.2, 1.0), (79.9, 70.0)),
-            tuned_steps=102_400, evaluations=50, eval_episodes=32, final_episodes=1_000,
+            tuned_steps=102_400, evaluations=50, eval_episodes=160, final_episodes=5_000,
             failed=-499.0, failed_means="swings up in next to no episode", pace=0.06,
-            quick=Quick(rounds=20, evaluations=10, eval_episodes=16, final_episodes=100),
+            quick=Quick(rounds=20, evaluations=10, eval_episodes=80, final_episodes=500),
         ),
         Task(
             "envpool/MiniGrid-Empty-8x8-v0", 0.125,
             Published(81_920, (65.8, 3.3), (61.7, 4.1), (69.1, 1.7), (378.0, 365.0)),
-            tuned_steps=81_920, evaluations=40, eval_episodes=32, final_episodes=1_000,
+            tuned_steps=81_920, evaluations=40, eval_episodes=160, final_episodes=5_000,
             failed=0.1, failed_means="hardly ever finds the goal (1 = at once)", pace=0.4,
-            quick=Quick(rounds=8, evaluations=8, eval_episodes=16, final_episodes=50),
+            quick=Quick(rounds=8, evaluations=8, eval_episodes=80, final_episodes=250),
         ),
         Task(
             "envpool/Highway-v0", 0.5,
             Published(204_800, (37.7, 6.1), (55.1, 2.9), (59.9, 0.7), (234.0, 214.0)),
-            tuned_steps=204_800, evaluations=50, eval_episodes=16, final_episodes=100,
+            tuned_steps=204_800, evaluations=50, eval_episodes=80, final_episodes=500,
             failed=10.0, failed_means="crashes about as early as random actions do", pace=0.15,
         ),
         Task(
             "envpool/LunarLander-v3", 0.125,
             Published(307_200, (26.0, 1.8), (39.7, 3.7), (44.9, 2.5), (329.0, 319.0)),
-            tuned_steps=307_200, evaluations=50, eval_episodes=32, final_episodes=1_000,
+            tuned_steps=307_200, evaluations=30, eval_episodes=160, final_episodes=5_000,
             failed=-100.0, failed_means="crashes about as hard as random actions do", pace=0.08,
-            quick=Quick(rounds=20, evaluations=10, eval_episodes=16, final_episodes=50),
+            quick=Quick(rounds=20, evaluations=5, eval_episodes=80, final_episodes=80),
         ),
         Task(
             "envpool/BipedalWalker-v3", 0.0625,
             Published(1_024_000, (31.0, 8.7), (26.2, 8.0), (29.2, 0.7), (691.0, 677.0)),
-            tuned_steps=1_024_000, evaluations=50, eval_episodes=16, final_episodes=100,
+            tuned_steps=1_024_000, evaluations=25, eval_episodes=80, final_episodes=500,
             failed=-50.0, failed_means="falls early or stands still", pace=0.1,
         ),
         Task(
             "envpool/MiniGrid-DoorKey-8x8-v0", 0.125, None,
-            tuned_steps=409_600, evaluations=50, eval_episodes=32, final_episodes=1_000,
+            tuned_steps=409_600, evaluations=50, eval_episodes=160, final_episodes=5_000,
             failed=0.1, failed_means="hardly ever opens the door and finds the goal (1 = at once)", pace=0.4,
         ),
     )
@@ -208,8 +208,12 @@ def choose_tasks(names: Sequence[str], quick: bool) -> list[Task]:
     return [task for task in TASKS.values() if task.env_id in names or (not names and (task.quick or not quick))]
 
 
-def arm_config(setting: str, task: Task, arm: Arm, quick: bool = False) -> Config:
-    """The whole configuration of one arm: the setting's preset, the task's budget, the arm's changes.
+LEAST_EPISODES = 8
+"""Test episodes of every seed, however many seeds there are."""
+
+
+def arm_config(setting: str, task: Task, arm: Arm, seeds: int, quick: bool = False) -> Config:
+    """The whole configuration of one arm of so many seeds: the setting's preset, the task's budget, the arm's changes.
 
     Raises:
       ConfigError: unknown setting, or values that cannot work together.
@@ -225,8 +229,8 @@ def arm_config(setting: str, task: Task, arm: Arm, quick: bool = False) -> Confi
     return base.replace(
         total_steps=rounds * per_round,
         eval_every=max(1, rounds // budget.evaluations),
-        eval_episodes=budget.eval_episodes,
-        final_eval_episodes=budget.final_episodes,
+        eval_episodes=max(LEAST_EPISODES, budget.eval_episodes // seeds),
+        final_eval_episodes=max(LEAST_EPISODES, budget.final_episodes // seeds),
         eval_policy="stochastic",
         **arm.changes,
     )
