@@ -16,7 +16,7 @@ from flax import struct
 
 from jaxattr.envs.base import OpenPool, Pool, Step
 from jaxattr.evaluate import BOTH, Evaluation
-from jaxattr.lanes import LANES, lane_devices, over_lanes
+from jaxattr.lanes import LANES, lane_devices, over_lanes, padded_lanes
 from jaxattr.networks import Networks
 from jaxattr.ops.statistics import normalize
 from jaxattr.rollout import finish_rollout
@@ -77,12 +77,13 @@ class PoolCollector:
         lanes = keys.shape[0]
         seeds = np.asarray(jax.vmap(lambda k: jax.random.bits(k, (self.num_envs,), jnp.uint32))(keys)) >> 1
         count = len(lane_devices(lanes)) if self.in_jit else 1
-        shares = np.split(seeds.reshape(-1), count)
+        twins = seeds[: padded_lanes(lanes) - lanes] if self.in_jit else seeds[:0]  # of lanes computed twice
+        shares = np.split(np.concatenate([seeds, twins]).reshape(-1), count)
         self.pools = [self.env.open(share.tolist(), threads=max(1, cpu_count() // count)) for share in shares]
-        obs = np.concatenate([pool.obs for pool in self.pools]).reshape(lanes, self.num_envs, *self.spec.obs_shape)
+        obs = np.concatenate([pool.obs for pool in self.pools])[: lanes * self.num_envs]
         shape = (lanes, self.num_envs)
         return PoolState(
-            obs=jnp.asarray(obs),
+            obs=jnp.asarray(obs.reshape(*shape, *self.spec.obs_shape)),
             ended=jnp.zeros(shape, bool),
             episode_return=jnp.zeros(shape, jnp.float32),
             episode_length=jnp.zeros(shape, jnp.int32),

@@ -685,6 +685,22 @@ def test_masked_rows_are_never_learned_from_nor_counted(pooled, garbage):
         assert np.array_equal(j1.scores[j1.records.valid], j2.scores[j2.records.valid])
 
 
+def test_lanes_that_do_not_divide_over_the_devices():
+    """Three lanes on two devices: nothing changes but the time."""
+    assert len(jax.devices()) > 1
+    even, odd = Lab(Walk(), BASE, 2, (0, 2)), Lab(Walk(), BASE, 3)
+    state, metrics, judged = odd()
+    assert metrics.kept.shape == (3, 3)
+    assert judged.weights.shape == (3, N)
+    again, _, _ = odd(2, state)  # what comes out goes in again, without another program
+    assert odd.shuffles == 1 or odd.chunk._cache_size() == 1
+    assert np.asarray(again.update).tolist() == [5, 5, 5]
+    want, counts, _ = even()
+    pick = lambda tree: jax.tree.map(lambda x: np.asarray(x)[[0, 2]], tree)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), pick(state.params), want.params)
+    np.testing.assert_array_equal(metrics.episodes[:, [0, 2]], counts.episodes)
+
+
 def test_rows_after_a_cut_do_not_leak_into_advantages():
     # Worked by hand, gamma 0.5, lambda 1: the second row is no record, so the first is bootstrapped from V(next) = 4.
     spec = EnvSpec("test/none", (1,), Box(1, (-1.0,), (1.0,)), 1)

@@ -177,7 +177,8 @@ def across_environments(
                 roles.setdefault(role, []).append((panel.env, score))
     rows = []
     for role, scores in roles.items():
-        if len(scores) < max(2, len(used)):
+        twin = role.startswith("iif:") and all(role == panel.headline for panel in used)  # has a row as that
+        if len(scores) < max(2, len(used)) or twin:
             continue
         matrix, names = np.stack([x for _, x in scores], axis=1), [env for env, _ in scores]
         low, high = math.nan, math.nan

@@ -15,6 +15,7 @@ from jaxattr.analysis.compare import NULL, ArmResult
 from jaxattr.analysis.tables import csv_text, plain
 from jaxattr.host.checkpoint import write_text
 from jaxattr.host.progress import duration
+from jaxattr.host.reproduce_run import Piece
 from jaxattr.host.runner import versions
 from jaxattr.studies.reproduction import GRID, TASKS, Choice, choose_p
 
@@ -35,8 +36,9 @@ def load_panel(group: Sequence[Piece]) -> tuple[analysis.Panel, dict[str, Any]]:
     arms, about = {}, {}
     for piece in group:
         arms[piece.arm.name], about[piece.arm.name] = load_arm(piece.kept)
-    timing = json.loads((group[0].folder.parent / "timing.json").read_text())["seconds_per_round"]
-    if NULL in arms:
+    measured = group[0].folder.parent / "timing.json"  # not made by --quick
+    timing = json.loads(measured.read_text())["seconds_per_round"] if measured.exists() else {}
+    if NULL in arms and timing:
         timing[NULL] = timing["none"]  # the same program
     grid = {piece.arm.name: piece.arm.name if piece.arm.rule == "iif" else piece.arm.rule for piece in group}
     published = {}
@@ -113,7 +115,7 @@ def write_results(
     return {"document": document, "text": text, "files": files, "out": out}
 
 
-def choices_of(panel: Any, setting: str) -> list[dict[str, Any]]:
+def choices_of(panel: analysis.Panel, setting: str) -> list[dict[str, Any]]:
     """p chosen on half of the seeds, by AUC and by SE_ave; empty where there are too few seeds or p."""
     ps = [p for p in GRID if f"iif:{p:g}" in panel.arms]
     seeds = panel.arms["none"].seeds.size

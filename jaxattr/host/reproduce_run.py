@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +69,9 @@ class Piece:
         if not saved.exists():
             return False
         there = json.loads(saved.read_text())
-        old = {"env": there["env"], "seeds": there["seeds"], **Config.from_dict(there["config"]).to_dict()}
-        new = self.describe()
-        changed = diff(old, {**new, **new.pop("config")})
+        old = {**Config.from_dict(there["config"]).to_dict(), "env": there["env"], "seeds": there["seeds"]}
+        mine = self.describe()
+        changed = diff(old, {**mine.pop("config"), **mine})
         if changed:
             raise ConfigError(f"{self.folder}: was run with other settings ({'; '.join(changed)}); use another --out")
         return True
@@ -89,7 +91,7 @@ def run_piece(piece: Piece, job: Job) -> None:
         shutil.rmtree(piece.folder, ignore_errors=True)  # at most an unfinished run of this very piece
     session = Session(piece.task.env_id, piece.config, out=piece.folder, resume=resume, **options)
     try:
-        run = session.run(callback=lambda info: job.advance(info.update / info.total_updates))
+        run = session.run(callback=lambda info: job.advance(piece, info.update / info.total_updates))
     except Stopped as stopped:
         run = stopped.run
     run._replay = None  # frees the compiled program before the next arm
@@ -191,21 +193,22 @@ def make_burst(piece: Piece) -> Callable[[], float]:
 
 # -- progress --------------------------------------------------------------------------------------------------------
 class Job:
-    """Progress of the whole job in thousandths of its expected time, so that unequal pieces give a fair time left.
+    """Runs pieces and shows progress of the whole job, in thousandths of its expected time: a fair time left.
 
-    A piece takes as long as the last finished one of its setting and environment; before there is one, a rough guess
-    per environment, scaled by how the guesses did so far.
+    A piece is expected to take as long as the last finished one of its setting and environment; before there is one, a
+    rough guess per environment, scaled by how the guesses did so far.
     """
 
-    def __init__(self, pieces: Sequence[Piece], quiet: bool):
-        self.waiting = list(pieces)
-        self.count = len(self.waiting)
+    def __init__(self, pieces: Sequence[Piece], quiet: bool, workers: int = 1):
+        self.pieces, self.workers = list(pieces), workers
         self.progress = Progress("reproduce", 1000, quiet, unit="part")
+        self.begun: dict[str, float] = {}  # title -> when
+        self.left: dict[str, float] = {}  # title of a piece that runs -> expected seconds left
+        self.finished: set[str] = set()
         self.measured: dict[tuple[str, str], float] = {}
         self.guessed, self.took = 0.0, 0.0
-        self.begin = self.piece_begin = time.monotonic()
-        self.done = 0
-        self.current: Piece | None = None
+        self.begin, self.done, self.stop = time.monotonic(), 0, False
+        self.lock = threading.Lock()
 
     def __enter__(self) -> Job:
         self.progress.__enter__()
@@ -219,42 +222,69 @@ class Job:
         """One line."""
         self.progress.say(line)
 
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Run these pieces, `workers` at a time; an error or an interrupt in one ends them all."""
+        if self.workers == 1:
+            for piece in pieces:
+                run_piece(piece, self)
+            return
+        with ThreadPoolExecutor(self.workers) as pool:
+            futures = [pool.submit(run_piece, piece, self) for piece in pieces]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                self.stop = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
     def start(self, piece: Piece) -> None:
         """A piece begins."""
-        self.waiting.remove(piece)
-        self.current, self.piece_begin = piece, time.monotonic()
+        with self.lock:
+            self.begun[piece.title] = time.monotonic()
 
-    def advance(self, share: float) -> None:
-        """This share of the current piece is done."""
-        assert self.current is not None
-        spent = time.monotonic() - self.piece_begin
-        whole = max(self._expected(self.current), spent)
-        if share > 0.2:  # by now its own pace says more, compilation included
-            whole = spent / share
-        self._show(whole - spent, f"{self.current.title}, run {self.count - len(self.waiting)} of {self.count}")
+    def advance(self, piece: Piece, share: float) -> None:
+        """This share of a piece is done.
+
+        Raises:
+          KeyboardInterrupt: another piece failed or was interrupted.
+        """
+        if self.stop:
+            raise KeyboardInterrupt
+        with self.lock:
+            spent = time.monotonic() - self.begun[piece.title]
+            # Soon its own pace says more than a guess, compilation included.
+            whole = spent / share if share > 0.2 else max(self._expected(piece), spent)
+            self.left[piece.title] = whole - spent
+            self._show(f"{piece.title}, {len(self.finished)} of {len(self.pieces)} runs finished")
 
     def finish(self, piece: Piece, wall: float, document: Mapping[str, Any]) -> None:
         """A piece is finished; says so."""
-        self.measured[piece.setting, piece.task.env_id] = wall
-        self.guessed += _guess(piece)
-        self.took += wall
         final = document["result"]["test_return"][:, -1]
         mean = float(np.nanmean(final)) if np.isfinite(final).any() else float("nan")
-        self.say(
-            f"{piece.title}: final return {mean:.4g} over {len(piece.seeds)} seeds; {piece.config.total_updates} "
-            f"rounds, training {document['train_s']:.1f} s, evaluation {document['eval_s']:.1f} s, compiling "
-            f"{document['compile_s']:.1f} s"
-        )
-        self._show(0.0, f"{self.count - len(self.waiting)} of {self.count} runs")
+        with self.lock:
+            self.measured[piece.setting, piece.task.env_id] = wall
+            self.guessed += _guess(piece)
+            self.took += wall
+            self.left.pop(piece.title, None)
+            self.finished.add(piece.title)
+            self.say(
+                f"{piece.title}: final return {mean:.4g} over {len(piece.seeds)} seeds; {piece.config.total_updates} "
+                f"rounds, training {document['train_s']:.1f} s, evaluation {document['eval_s']:.1f} s, compiling "
+                f"{document['compile_s']:.1f} s"
+            )
+            self._show(f"{len(self.finished)} of {len(self.pieces)} runs finished")
 
     def _expected(self, piece: Piece) -> float:
         scale = self.took / self.guessed if self.guessed else 1.0
         return self.measured.get((piece.setting, piece.task.env_id), _guess(piece) * scale)
 
-    def _show(self, left: float, note: str) -> None:
+    def _show(self, note: str) -> None:
         spent = time.monotonic() - self.begin
-        left += sum(map(self._expected, self.waiting))
-        self.done = max(self.done, int(1000 * spent / max(spent + left, 1e-9)))
+        waiting = [piece for piece in self.pieces if piece.title not in self.begun]
+        left = (sum(self.left.values()) + sum(map(self._expected, waiting))) / self.workers
+        last = 1000 if len(self.finished) == len(self.pieces) else 999
+        self.done = max(self.done, min(last, int(1000 * spent / max(spent + left, 1e-9))))
         self.progress.update(self.done, note)
 
 

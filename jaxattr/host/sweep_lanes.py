@@ -17,7 +17,7 @@ from jaxattr.config import Config
 from jaxattr.envs.base import pure
 from jaxattr.envs.registry import make
 from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC
-from jaxattr.lanes import lane_devices, place_lanes, spread_lanes
+from jaxattr.lanes import lane_devices, padded_lanes, place_lanes, spread_lanes
 from jaxattr.studies.sweep import Point, Sweep, aggregate, lane_values, rung_rounds, shape_of, survivors
 from jaxattr.train import compile_test, init_state, lane_settings, make_update_step
 from jaxattr.types import NONFINITE_FIELDS, Array, Metrics, Settings, TrainState
@@ -161,7 +161,7 @@ def make_blocks(step: UpdateStep, lanes: int, length: int) -> Any:
     Lanes are spread over the devices; on a CPU each device trains its own in blocks of up to `CPU_BLOCK`, one after
     the other, inside the same program. Metrics have leading axes (length, S).
     """
-    mine = lanes // len(lane_devices(lanes))
+    mine = padded_lanes(lanes) // len(lane_devices(lanes))
     block = max(d for d in range(1, CPU_BLOCK + 1) if mine % d == 0) if jax.default_backend() == "cpu" else mine
     block = mine if block == 1 else block
 

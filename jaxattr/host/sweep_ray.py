@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, address: str, cpus: int, gpus: float | None):
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]  # an extra of its own
         except ImportError:
             raise ConfigError("--executor ray needs Ray: pip install 'jaxattr[ray]'") from None
         if cpus < 1 or (gpus is not None and gpus < 0):

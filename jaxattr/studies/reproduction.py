@@ -36,8 +36,8 @@ class Quick:
 
     rounds: int
     evaluations: int
-    eval_episodes: int
-    final_episodes: int
+    episodes: int
+    """Of each evaluation, the last one included."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ TASKS: dict[str, Task] = {
             Published(102_400, (34.0, 2.0), (19.2, 5.9), (29.5, 2.9), (93.9, 82.2)),
             tuned_steps=102_400, evaluations=50, eval_episodes=320, final_episodes=5_000,
             failed=0.5, failed_means="reaches the goal in at most half of the episodes", pace=0.03,
-            quick=Quick(rounds=30, evaluations=15, eval_episodes=160, final_episodes=1_000),
+            quick=Quick(rounds=20, evaluations=20, episodes=160),
         ),
         Task(
             "Acrobot-v1", 0.5,
             Published(102_400, (36.7, 6.5), (48.5, 0.8), (55.2, 1.0), (79.9, 70.0)),
             tuned_steps=102_400, evaluations=50, eval_episodes=160, final_episodes=5_000,
             failed=-499.0, failed_means="swings up in next to no episode", pace=0.06,
-            quick=Quick(rounds=20, evaluations=10, eval_episodes=80, final_episodes=500),
+            quick=Quick(rounds=16, evaluations=16, episodes=80),
         ),
         Task(
             "envpool/MiniGrid-Empty-8x8-v0", 0.125,
             Published(81_920, (65.8, 3.3), (61.7, 4.1), (69.1, 1.7), (378.0, 365.0)),
             tuned_steps=81_920, evaluations=40, eval_episodes=160, final_episodes=5_000,
             failed=0.1, failed_means="hardly ever finds the goal (1 = at once)", pace=0.4,
-            quick=Quick(rounds=8, evaluations=8, eval_episodes=80, final_episodes=250),
+            quick=Quick(rounds=6, evaluations=6, episodes=80),
         ),
         Task(
             "envpool/Highway-v0", 0.5,
@@ -100,7 +100,7 @@ TASKS: dict[str, Task] = {
             Published(307_200, (26.0, 1.8), (39.7, 3.7), (44.9, 2.5), (329.0, 319.0)),
             tuned_steps=307_200, evaluations=30, eval_episodes=160, final_episodes=5_000,
             failed=-100.0, failed_means="crashes about as hard as random actions do", pace=0.08,
-            quick=Quick(rounds=20, evaluations=5, eval_episodes=80, final_episodes=80),
+            quick=Quick(rounds=16, evaluations=8, episodes=40),
         ),
         Task(
             "envpool/BipedalWalker-v3", 0.0625,
@@ -223,15 +223,18 @@ def arm_config(setting: str, task: Task, arm: Arm, seeds: int, quick: bool = Fal
     base = preset(setting, task.env_id)
     per_round = base.records_per_round
     rounds = (base.total_steps if setting == "paper" else task.tuned_steps) // per_round
-    budget: Task | Quick = task
+    evaluations, episodes, final = task.evaluations, task.eval_episodes, task.final_episodes
+    checkpoint_every = base.checkpoint_every
     if quick and task.quick is not None:
-        budget, rounds = task.quick, min(rounds, task.quick.rounds)
+        rounds = checkpoint_every = min(rounds, task.quick.rounds)
+        evaluations, episodes, final = task.quick.evaluations, task.quick.episodes, task.quick.episodes
     return base.replace(
         total_steps=rounds * per_round,
-        eval_every=max(1, rounds // budget.evaluations),
-        eval_episodes=max(LEAST_EPISODES, budget.eval_episodes // seeds),
-        final_eval_episodes=max(LEAST_EPISODES, budget.final_episodes // seeds),
+        eval_every=max(1, rounds // evaluations),
+        eval_episodes=max(LEAST_EPISODES, episodes // seeds),
+        final_eval_episodes=max(LEAST_EPISODES, final // seeds),
         eval_policy="stochastic",
+        checkpoint_every=checkpoint_every,
         **arm.changes,
     )
 
