@@ -27,7 +27,10 @@ EXTRA = {
     "counterfactual": ["--quiet", "--extremes", "4"],
     "behaviour": ["--quiet"],
     "intervene": ["--episodes", "2", "--quiet"],
+    "sweep": ["--quiet"],
 }
+SWEEP = "benchmarks/sweeps/cartpole.toml"
+"""Where a document's sweep is; the tests run it from a copy with less in it."""
 NOT_RUN = (  # what only makes sense on a fresh machine, and the tests themselves
     r"python3 -m venv \.venv",
     r"\.venv/bin/pip install -c constraints\.txt -e (\.|\.\[dev\])",
@@ -63,6 +66,16 @@ def small(words):
 def elsewhere(tmp_path, monkeypatch):
     """An empty folder to run in; what a block registers or sets is undone."""
     monkeypatch.chdir(tmp_path)
+    sweep = (ROOT / SWEEP).read_text()
+    for pattern, value in (
+        (r"total_steps = \S+", "total_steps = 4096"),
+        (r", 3e-3, 1e-2\]", "]"),
+        (r", 0\.3, 0\.4\]", "]"),
+    ):
+        sweep, found = re.subn(pattern, value, sweep)
+        assert found == 1
+    (tmp_path / SWEEP).parent.mkdir(parents=True)
+    (tmp_path / SWEEP).write_text(sweep)
     # JAX is running already, or must start with the tests' own flags: other tests compare bits between processes.
     monkeypatch.setattr("jaxattr.host.cli.use_all_cores", lambda max_devices=None: "")
     monkeypatch.setattr(jaxattr, "use_all_cores", lambda max_devices=None: "")

@@ -17,6 +17,7 @@ from jaxattr.attribution.tracin import TracIn
 from jaxattr.attribution.units import segment_ids, unit_ids, unit_sums
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs import registry
+from jaxattr.ops.permutation import orders
 from jaxattr.train import init_state, lane_settings, make_update_step
 
 # -- units ----------------------------------------------------------------------------------------------------
@@ -140,6 +141,45 @@ def test_leave_one_out_with_rows_of_no_unit_and_in_a_metric(problem):
             own = np.asarray(ids) == u
             want = (g[own].sum(0) * m * g[inside & ~own].mean(0)).sum()
             assert got[own].sum() == pytest.approx(want, rel=1e-9)
+
+
+def test_agreement_of_two_halves(problem):
+    """The cosine of grad f_ret on two random halves, by hand; then what `gated` makes of it."""
+    with jax.enable_x64(True):
+        key, n = jax.random.key(5), problem.n
+        step = dataclasses.replace(problem.step, config=CONFIG.replace(filter="gated", p=0.9))
+        rank = np.asarray(orders(jax.random.split(key)[0], n, 1)[0])
+        assert sorted(rank) == list(range(n))
+        a = problem.records.advantage
+        log_p = lambda params, i: (
+            problem.objective(params, i, jnp.ones(n)) + problem.settings.ent_coef * entropy(params, i)
+        )
+
+        def entropy(params, i):
+            head = step.nets.apply(params, problem.records.obs[i])[0]
+            return jnp.sum(jnp.exp(jax.nn.log_softmax(head)) * jax.nn.log_softmax(head))
+
+        g = np.stack([float(a[i]) * flat(jax.grad(log_p)(problem.params, i)) for i in range(n)])
+        x, y = g[rank[: n // 2]].sum(0), g[rank[n // 2 :]].sum(0)
+        want = max(0.0, x @ y / np.linalg.norm(x) / np.linalg.norm(y))
+        got = float(step.agreement(problem.params, problem.records, key, problem.settings))
+        assert got == pytest.approx(want, rel=1e-9)
+        # All records alike: the halves agree wholly; opposite advantages in the halves: not at all.
+        alike = jax.tree.map(lambda v: jnp.broadcast_to(v[:1], v.shape), problem.records)
+        alike = alike.replace(advantage=jnp.ones(n))
+        assert float(step.agreement(problem.params, alike, key, problem.settings)) == pytest.approx(1.0)
+        sign = jnp.full(n, -1.0).at[rank[: n // 2]].set(1.0)
+        opposite = alike.replace(advantage=sign)
+        assert float(step.agreement(problem.params, opposite, key, problem.settings)) == 0.0
+
+        scores = jnp.asarray(problem.score(target="return"))
+        for records, share in ((alike, 1.0), (opposite, 0.0)):
+            settings = problem.settings._replace(p=jnp.float64(0.9))
+            # the halves are drawn anew here, so only records that agree wholly, or cancel in every half, tell
+            records = records if share else records.replace(advantage=jnp.zeros(n))
+            kept = step.filter(problem.state, records, scores, key, settings)
+            dropped = int(0.9 * share * int((scores < 0).sum()) + 1e-6)
+            assert int((kept == 0).sum()) == min(dropped, n - CONFIG.minibatch_size)
 
 
 def test_an_action_as_target(problem):
