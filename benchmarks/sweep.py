@@ -35,13 +35,13 @@ def measure(definition: Path, solo_runs: int, sweeps: int) -> dict[str, Any]:
     from jaxattr.host.sweep import read_sweep
     from jaxattr.studies.sweep import group_by_shape, points_of
 
-    compiled, make_blocks = [], sweep_lanes.make_blocks
+    compiled, make_chunk = [], sweep_lanes.make_chunk
 
     def counted(*args: Any) -> Any:
         compiled.append(args[1])
-        return make_blocks(*args)
+        return make_chunk(*args)
 
-    sweep_lanes.make_blocks = counted
+    sweep_lanes.make_chunk = counted
     sweep = read_sweep(definition)
     points = points_of(sweep)
     if len(group_by_shape(sweep, points)) != 1:

@@ -250,12 +250,12 @@ def check_number(name: str, value: Any) -> None:
 
 def _check(c: Config) -> None:
     for name in ("total_steps", "num_envs", "num_steps", "num_epochs", "minibatch_size", "norm_chunk", "eval_episodes"):
-        _check_int(name, getattr(c, name), 1)
+        check_int(name, getattr(c, name), 1)
     for name in ("eval_every", "checkpoint_every", "eval_seed", "warmup_rounds"):
-        _check_int(name, getattr(c, name), 0)
+        check_int(name, getattr(c, name), 0)
     for name in ("score_chunk", "conv_features", "final_eval_episodes"):
         if getattr(c, name) is not None:
-            _check_int(name, getattr(c, name), 1)
+            check_int(name, getattr(c, name), 1)
     for f in dataclasses.fields(Config):
         options = _literal(str(f.type))
         if options and getattr(c, f.name) not in options:
@@ -287,7 +287,8 @@ def _check(c: Config) -> None:
         raise ConfigError(f"total_steps = {c.total_steps} is less than one round of {sizes}")
 
 
-def _check_int(name: str, value: Any, low: int) -> None:
+def check_int(name: str, value: Any, low: int) -> None:
+    """Raise ConfigError unless `value` is a whole number, `low` or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} is {value!r}: must be a whole number, {low} or more")
 

@@ -163,12 +163,15 @@ def _run(program: Any, keeps_alive: Collector, state: TrainState, settings: Sett
     return program(state, settings, count)
 
 
-def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:
+def make_chunk(step: UpdateStep, lanes: int, length: int, block: int | None = None) -> Any:
     """The compiled unit of training: `chunk(state, settings, count) -> (state, metrics, last)`.
 
     `count` <= `length` is traced, so ten updates, one update, or the rest after a resume all run the very same
     machine code; metrics come back with leading axes (length, S), rows from `count` on are unset (zeros). `last` is
     what `UpdateStep.round` says about the records of the last round.
+
+    `block`: most lanes that a device trains at a time, one block after the other inside the program (the largest even
+    share up to it); None = all at once. Only for pure collectors: a pool's lanes are stepped together.
     """
 
     def chunk(state: TrainState, settings: Settings, count: Array) -> tuple[TrainState, Metrics, Judged]:
@@ -182,7 +185,18 @@ def make_chunk(step: UpdateStep, lanes: int, length: int) -> Any:
 
         return jax.lax.fori_loop(0, count, body, (state, empty(one, (length,)), empty(records, ())))
 
-    return jax.jit(spread_lanes(chunk, lanes, (True, True, False), (0, 1, 0)))
+    def blocks(state: TrainState, settings: Settings, count: Array) -> tuple[TrainState, Metrics, Judged]:
+        mine = state.update.shape[0]
+        share = max(d for d in range(1, min(block or mine, mine) + 1) if mine % d == 0)
+        if share in (1, mine):  # one lane at a time would gain nothing
+            return chunk(state, settings, count)
+        parted = jax.tree.map(lambda x: x.reshape(-1, share, *x.shape[1:]), (state, settings))
+        state, metrics, judged = jax.lax.map(lambda part: chunk(part[0], part[1], count), parted)
+        lanes_of = lambda tree: jax.tree.map(lambda x: x.reshape(mine, *x.shape[2:]), tree)
+        rows = lambda x: jnp.moveaxis(x, 0, 1).reshape(length, mine, *x.shape[3:])
+        return lanes_of(state), jax.tree.map(rows, metrics), lanes_of(judged)
+
+    return jax.jit(spread_lanes(chunk if block is None else blocks, lanes, (True, True, False), (0, 1, 0)))
 
 
 class HostedChunk:

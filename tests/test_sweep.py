@@ -77,18 +77,18 @@ def toml(values):
 def whole(tmp_path_factory):
     """The eight settings in one go, with the number of compiled programs and of traces of the update step."""
     out, counts = tmp_path_factory.mktemp("sweep") / "whole", {"programs": 0, "traces": 0}
-    make_blocks, round_ = sweep_lanes.make_blocks, UpdateStep.round
+    make_chunk, round_ = sweep_lanes.make_chunk, UpdateStep.round
 
     def counted_chunk(*args):
         counts["programs"] += 1
-        return make_blocks(*args)
+        return make_chunk(*args)
 
     def counted_round(*args):
         counts["traces"] += 1
         return round_(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_lanes, "make_blocks", counted_chunk)
+        patch.setattr(sweep_lanes, "make_chunk", counted_chunk)
         patch.setattr(UpdateStep, "round", counted_round)
         result = run_sweep(parse_sweep(definition(lanes_per_program=32)), out)
     return {**result, "out": out, **counts}
@@ -181,7 +181,7 @@ BAD = {
 def test_bad_definitions_are_one_line_before_anything_is_made(case, capsys, monkeypatch, tmp_path):
     changes, wanted = BAD[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep_lanes, "make_blocks", None)  # nothing may compile
+    monkeypatch.setattr(sweep_lanes, "make_chunk", None)  # nothing may compile
     Path("sweep.toml").write_text(toml(definition(**changes)))
     assert main(["sweep", "sweep.toml", "--quiet"]) == 2
     line = capsys.readouterr().err.strip()

@@ -693,7 +693,7 @@ def test_lanes_that_do_not_divide_over_the_devices():
     assert metrics.kept.shape == (3, 3)
     assert judged.weights.shape == (3, N)
     again, _, _ = odd(2, state)  # what comes out goes in again, without another program
-    assert odd.shuffles == 1 or odd.chunk._cache_size() == 1
+    assert odd.chunk._cache_size() == 1
     assert np.asarray(again.update).tolist() == [5, 5, 5]
     want, counts, _ = even()
     pick = lambda tree: jax.tree.map(lambda x: np.asarray(x)[[0, 2]], tree)

@@ -203,17 +203,17 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
         complete = row["seeds_complete"]
         kind = " *" if row["diff_kind"] == "independent" else ""
         cells = [str(row["arm"]), f"{row['seeds']}" if complete == row["seeds"] else f"{complete} of {row['seeds']}"]
-        cells += [_cell(row, "final_test_return"), _cell(row, "auc_test_return")]
-        cells += [_cell(row, "diff_final_test_return", sign=True) + kind]
-        cells += [_cell(row, "diff_auc_test_return", sign=True) + kind]
+        cells += [cell(row, "final_test_return"), cell(row, "auc_test_return")]
+        cells += [cell(row, "diff_final_test_return", sign=True) + kind]
+        cells += [cell(row, "diff_auc_test_return", sign=True) + kind]
         cells += ["-" if row["kept_share"] is None else f"{100 * row['kept_share']:.1f}%"]
-        cells += [f"{row['optimizer_steps_per_seed']:,.0f}", _number(row["train_seconds"])]
+        cells += [f"{row['optimizer_steps_per_seed']:,.0f}", rounded(row["train_seconds"])]
         for metric in METRICS:
             bound = row["unreached_levels_count"] if metric == "se_ave" else row["peak_reached"] is False
             bound = bound and row[f"{metric}_percent"] is not None
-            text = ("<= " if bound else "") + _cell(row, f"{metric}_percent", mean="", digits=0)
+            text = ("<= " if bound else "") + cell(row, f"{metric}_percent", mean="", digits=0)
             null = row[f"null_{metric}_percent"]
-            cells.append(text if null is None else f"{text} / {_number(null, 0)}")
+            cells.append(text if null is None else f"{text} / {rounded(null, 0)}")
         lines.append([cell.strip() for cell in cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -374,7 +374,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _number(value: float | None, digits: int | None = None, sign: bool = False) -> str:
+def rounded(value: float | None, digits: int | None = None, sign: bool = False) -> str:
+    """Three digits, but four places at most, or a fixed number of places; `-` where there is no value."""
     if value is None:
         return "-"
     places = digits if digits is not None else max(0, min(4, 2 - math.floor(math.log10(abs(value))))) if value else 2
@@ -382,7 +383,7 @@ def _number(value: float | None, digits: int | None = None, sign: bool = False) 
     return text.replace("-0", "0") if float(text.replace(",", "")) == 0 and text.startswith("-") else text
 
 
-def _cell(
+def cell(
     row: Mapping[str, Any], column: str, mean: str = "_mean", sign: bool = False, digits: int | None = None
 ) -> str:
     """`mean [low, high]`, all three with the places that three digits of the widest of them need."""
@@ -392,5 +393,5 @@ def _cell(
     largest = max(abs(v) for v in values if v is not None)
     if digits is None:
         digits = max(0, min(4, 2 - math.floor(math.log10(largest)))) if largest else 2
-    parts = [_number(v, digits, sign) for v in values]
+    parts = [rounded(v, digits, sign) for v in values]
     return parts[0] if values[1] is None else f"{parts[0]} [{parts[1]}, {parts[2]}]"

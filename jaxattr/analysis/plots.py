@@ -74,12 +74,12 @@ def learning_curve_figure(
     fig = Figure(figsize=(7.8, 4.8), layout="constrained")
     ax = fig.add_subplot()
     options: dict[str, Any] = {"confidence": confidence, "replications": replications, "seed": seed}
-    counts = _draw_curves(ax, arms, baseline, null, per_seed, options)
+    counts = draw_curves(ax, arms, baseline, null, per_seed, options)
     ax.set_xlabel(xlabel, fontsize=_TEXT["label"])
     ax.set_ylabel(ylabel, fontsize=_TEXT["label"])
     lines = "\nthin lines: single seeds" if per_seed and max(counts, default=0) > 1 else ""
-    _title(fig, f"{title}: {ylabel}, {_band_words(confidence, counts)}{lines}")
-    _legend(fig, ax, columns=4)
+    draw_title(fig, f"{title}: {ylabel}, {band_words(confidence, counts)}{lines}")
+    draw_legend(fig, ax, columns=4)
     return save_figure(fig, path)
 
 
@@ -118,7 +118,7 @@ def comparison_figure(
     fig = Figure(figsize=(14.0, max(5.4, 3.1 + 0.44 * len(others))), layout="constrained")
     left, right = np.asarray(fig.subfigures(1, 2, width_ratios=[1, 1.12], wspace=0.03))
     curves = left.add_subplot()
-    counts = _draw_curves(curves, arms, baseline, null, False, options)
+    counts = draw_curves(curves, arms, baseline, null, False, options)
     curves.set_xlabel("environment steps per seed", fontsize=_TEXT["label"])
     curves.set_ylabel("test return", fontsize=_TEXT["label"])
     looks = _looks(arms, baseline, null)
@@ -144,9 +144,9 @@ def comparison_figure(
     if foot:
         text = "; ".join(foot[:2]) + ("\n" + foot[2] if len(foot) > 2 else "")
         right.supxlabel(text, fontsize=_TEXT["tick"], x=0.012, ha="left", color="#444444")
-    _title(left, f"{title}: test return, {_band_words(confidence, counts)}")
-    _title(right, f"Against {baseline!r}: right of zero is better")
-    _legend(left, curves, columns=3)
+    draw_title(left, f"{title}: test return, {band_words(confidence, counts)}")
+    draw_title(right, f"Against {baseline!r}: right of zero is better")
+    draw_legend(left, curves, columns=3)
     return save_figure(fig, path)
 
 
@@ -220,8 +220,8 @@ def score_figure(
     if xlabel == "round":
         bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     count = f", {len(shares)} seeds" if len(shares) > 1 else ""
-    _title(fig, f"{title}: records kept, and quantiles of a round's scores{count}")
-    _legend(fig, bottom, columns=5)
+    draw_title(fig, f"{title}: records kept, and quantiles of a round's scores{count}")
+    draw_legend(fig, bottom, columns=5)
     return save_figure(fig, path)
 
 
@@ -268,7 +268,7 @@ def _xy(arm: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(x, np.float64), np.atleast_2d(np.asarray(curves, np.float64))
 
 
-def _draw_curves(
+def draw_curves(
     ax: Axes, arms: Mapping[str, Any], baseline: str, null: str, per_seed: bool, options: dict[str, Any]
 ) -> list[int]:
     """Mean, band and optionally seeds of each arm, baseline on top; returns the arms' numbers of seeds."""
@@ -358,7 +358,7 @@ def _steps(value: float, _: int) -> str:
     return f"{value:g}"
 
 
-def _band_words(confidence: float, counts: Sequence[int]) -> str:
+def band_words(confidence: float, counts: Sequence[int]) -> str:
     """What line and band are, for the title."""
     if not counts:
         return "no arms"
@@ -382,11 +382,12 @@ def _tint(color: str, strength: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _title(fig: FigureBase, text: str) -> None:
+def draw_title(fig: FigureBase, text: str) -> None:
+    """The title of a whole figure, at its left."""
     fig.suptitle(text, fontsize=_TEXT["title"], x=0.012, ha="left", wrap=True)
 
 
-def _legend(fig: FigureBase, ax: Axes, columns: int) -> None:
+def draw_legend(fig: FigureBase, ax: Axes, columns: int) -> None:
     """Legend below the axes, outside the data."""
     handles, labels = ax.get_legend_handles_labels()
     if labels:

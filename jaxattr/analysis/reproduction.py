@@ -19,9 +19,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from jaxattr.analysis import stats
-from jaxattr.analysis.compare import BASELINE, NULL, ArmResult, _cell, _number, comparison_table
+from jaxattr.analysis.compare import BASELINE, NULL, ArmResult, cell, comparison_table, rounded
 from jaxattr.analysis.efficiency import METRICS, reductions
-from jaxattr.analysis.plots import _band_words, _draw_curves, _legend, _title, save_figure
+from jaxattr.analysis.plots import band_words, draw_curves, draw_legend, draw_title, save_figure
 from jaxattr.analysis.tables import aligned, percent
 
 REPLICATIONS = 2_000
@@ -221,15 +221,15 @@ def detail_table(rows: Sequence[Mapping[str, Any]]) -> str:
             [
                 str(row["arm"]),
                 str(row["seeds"]),
-                _cell(row, "final_test_return"),
-                _cell(row, "diff_final_test_return", sign=True) + kind,
-                _cell(row, "diff_auc_test_return", sign=True) + kind,
-                _cell(row, "improvement_final", mean="", digits=2),
+                cell(row, "final_test_return"),
+                cell(row, "diff_final_test_return", sign=True) + kind,
+                cell(row, "diff_auc_test_return", sign=True) + kind,
+                cell(row, "improvement_final", mean="", digits=2),
                 percent(row["failed_share"]),
                 percent(row["dropped_share"]),
                 *(_efficiency_cell(row, metric) for metric in METRICS),
                 str(row["rounds"]),
-                _number(row["seconds_per_round"]) + ("" if row["seconds_measured"] == "alternately" else " ~"),
+                rounded(row["seconds_per_round"]) + ("" if row["seconds_measured"] == "alternately" else " ~"),
             ]
         )
     return aligned(lines)
@@ -239,7 +239,7 @@ def choice_table(choices: Sequence[Mapping[str, Any]]) -> str:
     """p chosen on one half of the seeds, reported on the other, and what choosing on the same seeds gains."""
     lines = [["environment", "by", "p, other half", "its value", "p, same seeds", "its value", "gained by that"]]
     for row in choices:
-        value, best, gain = (_number(row[k], sign=True) for k in ("value", "best_value", "gain"))
+        value, best, gain = (rounded(row[k], sign=True) for k in ("value", "best_value", "gain"))
         lines.append([row["env"], row["metric"], f"{row['p']:g}", value, f"{row['best_p']:g}", best, gain])
     return aligned(lines)
 
@@ -287,7 +287,7 @@ def _efficiency_cell(row: Mapping[str, Any] | None, metric: str) -> str:
     if row is None or row[f"{metric}_percent"] is None:
         return "-"
     bound = row["unreached_levels_count"] if metric == "se_ave" else row["peak_reached"] is False
-    return ("<= " if bound else "") + _cell(row, f"{metric}_percent", mean="", digits=0)
+    return ("<= " if bound else "") + cell(row, f"{metric}_percent", mean="", digits=0)
 
 
 # -- picture ---------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def reproduction_figure(path: str | os.PathLike[str], panels: Sequence[Panel], s
             for name, label in shown.items()
             if name in panel.arms
         }
-        counts += _draw_curves(ax, curves, BASELINE, NULL, False, options)
+        counts += draw_curves(ax, curves, BASELINE, NULL, False, options)
         ax.set_title(f"{panel.env}, p = {percent(panel.p)}", fontsize=10, loc="left")
         ax.set_xlabel("round", fontsize=9)
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -327,6 +327,6 @@ def reproduction_figure(path: str | os.PathLike[str], panels: Sequence[Panel], s
         ax.set_ylabel("test return", fontsize=9)
     for ax in grid[len(panels) :]:
         ax.set_visible(False)
-    _title(fig, f"Setting {setting!r}: test return, {_band_words(0.95, counts)}")
-    _legend(fig, fullest, columns=4)
+    draw_title(fig, f"Setting {setting!r}: test return, {band_words(0.95, counts)}")
+    draw_legend(fig, fullest, columns=4)
     return save_figure(fig, path)

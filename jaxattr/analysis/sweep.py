@@ -230,7 +230,7 @@ def curves_figure(
         band, color = bootstrap_curve(y), PALETTE[i % len(PALETTE)]
         if np.isfinite(band.low).any():
             ax.fill_between(x, band.low, band.high, color=color, alpha=0.16, lw=0, zorder=2 + top - i)
-        name = f"{i + 1}: {_words(best[i])} ({number(best[i]['value'])} {bounds(best[i])})"
+        name = f"{i + 1}: {words(best[i]['settings'])} ({number(best[i]['value'])} {bounds(best[i])})"
         style = STYLES[i % len(STYLES)]
         ax.plot(x, band.mean, color=color, ls=style, lw=1.9, label=name, zorder=20 + top - i)
     ax.set_xlabel("environment steps per seed", fontsize=10)
@@ -260,6 +260,11 @@ def text(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def words(settings: Mapping[str, Any]) -> str:
+    """`learning_rate = 0.001, hidden = 64-64`."""
+    return ", ".join(f"{name} = {text(value)}" for name, value in settings.items())
+
+
 def bounds(t: Trial) -> str:
     """`[low, high]` of a trial's aggregate."""
     return interval(*(math.nan if t[k] is None else t[k] for k in ("low", "high"))).replace("+", "")
@@ -267,7 +272,7 @@ def bounds(t: Trial) -> str:
 
 def sentence(t: Trial) -> str:
     """A trial by number and settings."""
-    return f"trial {t['number']}, {_words(t)}"
+    return f"trial {t['number']}, {words(t['settings'])}"
 
 
 def _how_many(t: Trial) -> str:
@@ -280,10 +285,6 @@ def _steps(value: float, _: int) -> str:
         if value >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
-
-
-def _words(t: Trial) -> str:
-    return ", ".join(f"{name} = {text(value)}" for name, value in t["settings"].items())
 
 
 def _curve(t: Trial) -> tuple[np.ndarray, np.ndarray]:

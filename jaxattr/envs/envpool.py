@@ -7,9 +7,7 @@ just what `OpenPool` asks for. The observation at the end is the true last one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +19,8 @@ import numpy as np
 
 from jaxattr.config import ConfigError, near
 from jaxattr.envs.base import Step, check_option_value, check_options
-from jaxattr.envs.spaces import OBS_KEY, ObsView, action_of, obs_view
-from jaxattr.types import Array, Discrete, EnvSpec
+from jaxattr.envs.spaces import OBS_KEY, ObsView, action_of, obs_view, summary
+from jaxattr.types import Array, EnvSpec
 
 PREFIX = "envpool/"
 NEEDS = "needs EnvPool: pip install 'jaxattr[envpool]' (Linux, macOS; gymnax and brax environments work without it)"
@@ -34,11 +32,13 @@ OWN = ("num_envs", "batch_size", "num_threads", "max_num_players", "thread_affin
 @functools.cache
 def _package() -> Any:
     try:
-        with _quiet():
-            import envpool
+        import envpool
     except Exception as error:  # not installed, or a wheel that does not load here: either way it is not there
         line = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
         raise ConfigError(f"{PREFIX}*: {NEEDS}{line}") from None
+    # EnvPool states bounds in float64, and Gymnasium says so for every space. One filter for good: switching warnings
+    # off and on around each call would not be safe among threads.
+    warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     return envpool
 
 
@@ -52,10 +52,8 @@ def ids() -> list[str]:
 
 
 def describe(env_id: str) -> str:
-    """Spaces and limit of a task, in a few words."""
-    spec = make(env_id, {}).spec
-    action = f"{spec.action.n} actions" if isinstance(spec.action, Discrete) else f"Box({spec.action.size}) actions"
-    return f"observation {spec.obs_shape}, {action}, {spec.max_steps} steps"
+    """Spaces and limit in a few words."""
+    return summary(make(env_id, {}).spec)
 
 
 def make(env_id: str, options: Mapping[str, Any]) -> EnvPoolEnv:
@@ -70,14 +68,12 @@ def make(env_id: str, options: Mapping[str, Any]) -> EnvPoolEnv:
         raise ConfigError(f"unknown environment {env_id!r}{near(env_id, ids())}")
     options = dict(options)
     obs_key = options.pop(OBS_KEY, None)
-    with _quiet():
-        defaults = package.make_spec(task).config._asdict()
+    defaults = package.make_spec(task).config._asdict()
     known = {name: value for name, value in defaults.items() if name not in OWN}
     check_options(env_id, options, [*known, OBS_KEY])
     options = {k: check_option_value(env_id, k, v, known[k]) for k, v in options.items()}
     try:
-        with _quiet():
-            spec = package.make_spec(task, **options)
+        spec = package.make_spec(task, **options)
     except Exception as error:
         raise ConfigError(f"{env_id}: {(str(error).splitlines() or [repr(error)])[0]}") from None
     view = obs_view(env_id, spec.observation_space, obs_key)
@@ -126,10 +122,9 @@ class EnvPoolEnv:
         """Start one copy per seed."""
         count = len(seeds)
         threads = min(threads or cpu_count(), count)
-        with _quiet():
-            pool = _package().make_gymnasium(
-                self.task, num_envs=count, env_seed=[int(s) for s in seeds], num_threads=threads, **dict(self.options)
-            )
+        pool = _package().make_gymnasium(
+            self.task, num_envs=count, env_seed=[int(s) for s in seeds], num_threads=threads, **dict(self.options)
+        )
         return EnvPoolCopies(self, pool)
 
 
@@ -161,11 +156,3 @@ class EnvPoolCopies:
     def close(self) -> None:
         """Free the copies."""
         self._pool.close()
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Without EnvPool's and Gymnasium's warnings about bounds of spaces."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield

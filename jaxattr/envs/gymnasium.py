@@ -6,9 +6,7 @@ Copies run in a Gymnasium vector environment whose reset comes one step late, as
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +15,8 @@ import numpy as np
 
 from jaxattr.config import ConfigError, near
 from jaxattr.envs.base import Step
-from jaxattr.envs.spaces import OBS_KEY, ObsView, action_of, obs_view
-from jaxattr.types import Discrete, EnvSpec
+from jaxattr.envs.spaces import OBS_KEY, ObsView, action_of, obs_view, summary
+from jaxattr.types import EnvSpec
 
 PREFIX = "gymnasium/"
 NO_LIMIT = 1_000_000
@@ -44,10 +42,8 @@ def ids() -> list[str]:
 
 
 def describe(env_id: str) -> str:
-    """Spaces and limit of an environment, in a few words."""
-    spec = make(env_id, {}).spec
-    action = f"{spec.action.n} actions" if isinstance(spec.action, Discrete) else f"Box({spec.action.size}) actions"
-    return f"observation {spec.obs_shape}, {action}, {spec.max_steps} steps"
+    """Spaces and limit in a few words."""
+    return summary(make(env_id, {}).spec)
 
 
 def make(env_id: str, options: Mapping[str, Any]) -> GymnasiumEnv:
@@ -61,8 +57,7 @@ def make(env_id: str, options: Mapping[str, Any]) -> GymnasiumEnv:
     options = dict(options)
     obs_key = options.pop(OBS_KEY, None)
     try:
-        with _quiet():
-            one = gym.make(name, **options)
+        one = gym.make(name, **options)
     except gym.error.UnregisteredEnv:
         raise ConfigError(f"unknown environment {env_id!r}{near(env_id, ids())}") from None
     except Exception as error:  # a missing package, an option the environment does not know
@@ -103,12 +98,11 @@ class GymnasiumEnv:
     def open(self, seeds: Sequence[int], threads: int = 0) -> GymnasiumCopies:
         """Start one copy per seed, one after another in this process."""
         gym = _package()
-        with _quiet():
-            vector = gym.vector.SyncVectorEnv(
-                [lambda: gym.make(self.id, **dict(self.options))] * len(seeds),
-                autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP,
-                copy=True,
-            )
+        vector = gym.vector.SyncVectorEnv(
+            [lambda: gym.make(self.id, **dict(self.options))] * len(seeds),
+            autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP,
+            copy=True,
+        )
         return GymnasiumCopies(self, vector, seeds)
 
 
@@ -132,10 +126,3 @@ class GymnasiumCopies:
     def close(self) -> None:
         """Free the copies."""
         self._vector.close()
-
-
-@contextlib.contextmanager
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

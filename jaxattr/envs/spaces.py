@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxattr.config import ConfigError, near
-from jaxattr.types import Box, Discrete
+from jaxattr.types import Box, Discrete, EnvSpec
 
 OBS_KEY = "obs_key"
 """The option that names the entry of a Dict observation to use."""
@@ -73,6 +73,13 @@ def obs_view(name: str, space: Any, obs_key: str | None = None) -> ObsView:
         scaled = lambda x, xp: xp.moveaxis(x.reshape(-1, *shape), 1, -1).astype(xp.float32) / 255.0
         return ObsView(turned, scaled, ("uint8 / 255", "channels last"))
     return ObsView(shape, lambda x, xp: x.reshape(-1, *shape).astype(xp.float32) / 255.0, ("uint8 / 255",))
+
+
+def summary(spec: EnvSpec) -> str:
+    """Observation, actions and limit in a few words."""
+    act = spec.action
+    actions = f"{act.n} actions" if isinstance(act, Discrete) else f"{act.size} continuous actions"
+    return f"obs {spec.obs_shape}, {actions}, limit {spec.max_steps}"
 
 
 def action_of(name: str, space: Any) -> Discrete | Box:

@@ -74,20 +74,28 @@ def compare(
 
 
 def arm_result(name: str, run: Run) -> ArmResult:
-    """A run as the comparison sees it: one column per evaluated round."""
-    m = run.metrics
-    rounds = np.flatnonzero(np.any(np.isfinite(m["test_return"]), axis=1))
+    """A `Run` as an `ArmResult` with a column for EVERY round; rounds that a stopped run never reached hold NaN."""
+    m, total = run.metrics, run.config.total_updates
+    rounds = np.arange(1, total + 1)
+
+    def whole(column: str) -> np.ndarray:
+        values = np.full((total, len(run.seeds)), np.nan)
+        values[: len(m[column])] = m[column]
+        values[: len(m[column])][m["stopped"]] = np.nan
+        return values.T
+
+    seconds = np.cumsum(run.seconds)
     return ArmResult(
         name=name,
         seeds=np.array(run.seeds),
-        rounds=rounds + 1,
-        env_steps=(rounds + 1) * run.config.records_per_round,
-        test_return=m["test_return"][rounds].T,
-        train_return=m["return_mean"][rounds].T,
-        kept=m["kept"][rounds].T,
+        rounds=rounds,
+        env_steps=rounds * run.config.records_per_round,
+        test_return=whole("test_return"),
+        train_return=whole("return_mean"),
+        kept=whole("kept"),
         records_per_round=run.config.records_per_round,
-        optimizer_steps=m["optimizer_steps"][rounds].T,
-        seconds=np.cumsum(run.seconds)[rounds],
+        optimizer_steps=whole("optimizer_steps"),
+        seconds=np.append(seconds, np.full(total - len(seconds), seconds[-1])),
         compile_s=float(run.summary["compile_s"]),
     )
 

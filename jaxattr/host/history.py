@@ -12,6 +12,14 @@ from jaxattr.evaluate import STOCHASTIC
 from jaxattr.types import NONFINITE_FIELDS
 
 
+def nonfinite_line(config: Config, seed: int, update: int, code: int, index: int) -> str:
+    """What met a non-finite value, when and where: `code` and `index` as in `Metrics.nonfinite`."""
+    where = f", record {index} (step {index // config.num_envs}, environment {index % config.num_envs})"
+    what = "stopped" if config.on_nonfinite == "stop" else "discarded this round"
+    field = NONFINITE_FIELDS[code - 1]
+    return f"seed {seed}: non-finite {field} in update {update}{where if index >= 0 else ''}: {what}"
+
+
 class History:
     """Metrics of all rounds so far, on the host."""
 
@@ -46,14 +54,7 @@ class History:
 
     def new_stops(self, seeds: Sequence[int], config: Config) -> list[str]:
         """Lines about seeds that met a non-finite value since the last call."""
-        lines = []
-        for update, lane, code, index in self._fresh:
-            where = f", record {index} (step {index // config.num_envs}, environment {index % config.num_envs})"
-            what = "stopped" if config.on_nonfinite == "stop" else "discarded this round"
-            field = NONFINITE_FIELDS[code - 1]
-            lines.append(
-                f"seed {seeds[lane]}: non-finite {field} in update {update}{where if index >= 0 else ''}: {what}"
-            )
+        lines = [nonfinite_line(config, seeds[lane], update, code, index) for update, lane, code, index in self._fresh]
         if config.on_nonfinite == "skip":
             self._dead[:] = False
         self._fresh = []

@@ -8,6 +8,13 @@ import time
 from typing import Any
 
 LINE_SECONDS = 5.0
+CALL_SECONDS = 1.0
+"""How long one call of a compiled program should take: often enough for progress, rarely enough to cost nothing."""
+
+
+def rounds_per_call(pace: float) -> int:
+    """A few rounds until the pace (seconds per round, 0 = unknown) is known, then about `CALL_SECONDS` worth."""
+    return 2 if pace == 0 else max(1, int(CALL_SECONDS / pace))
 
 
 class Progress:

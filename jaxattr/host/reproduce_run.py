@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattr.analysis.compare import ArmResult
 from jaxattr.analysis.tables import plain
 from jaxattr.config import Config, ConfigError, diff
 from jaxattr.envs.registry import make
 from jaxattr.evaluate import STOCHASTIC
 from jaxattr.host.checkpoint import write_text
+from jaxattr.host.compare import arm_result
 from jaxattr.host.progress import Progress
-from jaxattr.host.run import Run, Stopped
+from jaxattr.host.run import Stopped
 from jaxattr.host.runner import CHUNK, Session
 from jaxattr.lanes import place_lanes
 from jaxattr.studies.reproduction import Arm, Task
@@ -105,37 +105,10 @@ def run_piece(piece: Piece, job: Job) -> None:
         **{name: run.summary[name] for name in ("train_s", "eval_s", "compile_s")},
         "eval_noise": _noise(run.evaluations),
         "nonfinite": run.summary["nonfinite"],
-        "result": vars(result_of(piece.arm.name, run)),
+        "result": vars(arm_result(piece.arm.name, run)),
     }
     write_text(piece.kept, json.dumps(plain(document), allow_nan=False) + "\n")
     job.finish(piece, wall, document)
-
-
-def result_of(name: str, run: Run) -> ArmResult:
-    """A `Run` as an `ArmResult` with a column for EVERY round; rounds that a stopped run never reached hold NaN."""
-    m, total = run.metrics, run.config.total_updates
-    rounds = np.arange(1, total + 1)
-
-    def whole(column: str) -> np.ndarray:
-        values = np.full((total, len(run.seeds)), np.nan)
-        values[: len(m[column])] = m[column]
-        values[: len(m[column])][m["stopped"]] = np.nan
-        return values.T
-
-    seconds = np.cumsum(run.seconds)
-    return ArmResult(
-        name=name,
-        seeds=np.array(run.seeds),
-        rounds=rounds,
-        env_steps=rounds * run.config.records_per_round,
-        test_return=whole("test_return"),
-        train_return=whole("return_mean"),
-        kept=whole("kept"),
-        records_per_round=run.config.records_per_round,
-        optimizer_steps=whole("optimizer_steps"),
-        seconds=np.append(seconds, np.full(total - len(seconds), seconds[-1])),
-        compile_s=float(run.summary["compile_s"]),
-    )
 
 
 def _noise(evaluations: Mapping[int, Any]) -> float:

@@ -23,7 +23,7 @@ from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC
 from jaxattr.host import checkpoint
 from jaxattr.host.history import History
 from jaxattr.host.outputs import RunFolder, metric_rows
-from jaxattr.host.progress import Progress
+from jaxattr.host.progress import Progress, rounds_per_call
 from jaxattr.host.rounds import check_rounds, on_host, save_round, size_of
 from jaxattr.host.run import ChunkInfo, Run, Stopped, closing_lines, draw_run
 from jaxattr.lanes import lane_devices, place_lanes
@@ -35,8 +35,6 @@ from jaxattr.version import __version__
 
 CHUNK = 256
 """Most rounds per call of the compiled chunk (rows of its metrics buffer)."""
-CALL_SECONDS = 1.0
-"""How long one call should take: often enough for progress, rarely enough to cost nothing."""
 
 
 def train(
@@ -218,7 +216,7 @@ class Session:
             resumed_at = done
             progress.begin(done)
             while done < total and bool(np.any(np.asarray(state.alive))):
-                count = min(length, self._until_event(done, stops), _per_call(pace))
+                count = min(length, self._until_event(done, stops), rounds_per_call(pace))
                 before, begin = state, time.perf_counter()
                 state, metrics, judged = chunk(state, settings, jnp.int32(count))
                 metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[:n], metrics)
@@ -415,11 +413,6 @@ def _grid(
     points = list(itertools.product(*sweep.values()))
     lanes = [(point, seed) for point in points for seed in seeds]
     return tuple(s for _, s in lanes), {n: [p[i] for p, _ in lanes] for i, n in enumerate(sweep)}
-
-
-def _per_call(pace: float) -> int:
-    """Rounds per call: a few until the pace is known, then about a second's worth."""
-    return 2 if pace == 0 else max(1, int(CALL_SECONDS / pace))
 
 
 def _replay(chunk: Any, state: TrainState, settings: Any, round: int, length: int) -> Any:

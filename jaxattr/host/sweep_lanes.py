@@ -17,16 +17,15 @@ from jaxattr.config import Config
 from jaxattr.envs.base import pure
 from jaxattr.envs.registry import make
 from jaxattr.evaluate import DETERMINISTIC, STOCHASTIC
-from jaxattr.lanes import lane_devices, padded_lanes, place_lanes, spread_lanes
+from jaxattr.host.history import nonfinite_line
+from jaxattr.host.progress import rounds_per_call
+from jaxattr.lanes import place_lanes
 from jaxattr.studies.sweep import Point, Sweep, aggregate, lane_values, rung_rounds, shape_of, survivors
-from jaxattr.train import compile_test, init_state, lane_settings, make_update_step
-from jaxattr.types import NONFINITE_FIELDS, Array, Metrics, Settings, TrainState
-from jaxattr.update import UpdateStep
+from jaxattr.train import compile_test, init_state, lane_settings, make_chunk, make_update_step
+from jaxattr.types import Settings, TrainState
 
 CHUNK = 64
 """Most rounds per call of the compiled chunk (rows of its metrics buffer)."""
-CALL_SECONDS = 1.0
-"""How long one call should take: often enough for progress, rarely enough to cost nothing."""
 CPU_BLOCK = 4
 """Lanes of one device that a program on a CPU trains at a time, block after block: more of them fall out of the cache
 (CartPole, 32 lanes per device: all at once take a quarter longer than four at a time)."""
@@ -135,8 +134,8 @@ class Shape:
         pace, compiled = 0.0, time.perf_counter()
         watch(0, f"{len(points)} settings x {len(seeds)} seeds, compiled in {compiled - begin:.1f} s")
         while run.done < self.rounds and run.alive():
-            before, count = time.perf_counter(), 2 if pace == 0 else max(1, int(CALL_SECONDS / pace))
-            count = run.advance(min(CHUNK, count))
+            before = time.perf_counter()
+            count = run.advance(min(CHUNK, rounds_per_call(pace)))
             pace = (time.perf_counter() - before) / count
             rate = run.width * len(seeds) * self.config.records_per_round / pace
             watch(run.done, f"{len(run.going)} settings x {len(seeds)} seeds, {rate:,.0f} steps/s")
@@ -147,44 +146,13 @@ class Shape:
         """The compiled chunk, evaluation, and evaluation after the last round of this many lanes."""
         if lanes not in self.compiled:
             c, count, key = self.config, jnp.int32(1), jax.random.key(self.config.eval_seed)
-            chunk = make_blocks(self.step, lanes, min(CHUNK, self.rounds)).lower(state, settings, count).compile()
+            block = CPU_BLOCK if jax.default_backend() == "cpu" else None
+            chunk = make_chunk(self.step, lanes, min(CHUNK, self.rounds), block).lower(state, settings, count).compile()
             test = last = compile_test(self.step, self.env, state, key, c.eval_episodes)
             if c.final_eval_episodes not in (None, c.eval_episodes):
                 last = compile_test(self.step, self.env, state, key, c.final_eval_episodes)
             self.compiled[lanes] = chunk, test, last
         return self.compiled[lanes]
-
-
-def make_blocks(step: UpdateStep, lanes: int, length: int) -> Any:
-    """`jaxattr.train.make_chunk` for many lanes: `chunk(state, settings, count) -> (state, metrics)`.
-
-    Lanes are spread over the devices; on a CPU each device trains its own in blocks of up to `CPU_BLOCK`, one after
-    the other, inside the same program. Metrics have leading axes (length, S).
-    """
-    mine = padded_lanes(lanes) // len(lane_devices(lanes))
-    block = max(d for d in range(1, CPU_BLOCK + 1) if mine % d == 0) if jax.default_backend() == "cpu" else mine
-    block = mine if block == 1 else block
-
-    def train(state: TrainState, settings: Settings, count: Array) -> tuple[TrainState, Metrics]:
-        _, one, _ = jax.eval_shape(step.round, state, settings)
-        buffer = jax.tree.map(lambda s: jnp.zeros((length, *s.shape), s.dtype), one)
-
-        def body(i: Array, carry: Any) -> Any:
-            state, buffer = carry
-            state, metrics, _ = step.round(state, settings)
-            return state, jax.tree.map(lambda b, m: b.at[i].set(m), buffer, metrics)
-
-        return jax.lax.fori_loop(0, count, body, (state, buffer))
-
-    def blocks(state: TrainState, settings: Settings, count: Array) -> tuple[TrainState, Metrics]:
-        if block == mine:
-            return train(state, settings, count)
-        parted = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), (state, settings))
-        state, metrics = jax.lax.map(lambda part: train(part[0], part[1], count), parted)
-        joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(length, mine, *x.shape[3:])
-        return jax.tree.map(lambda x: x.reshape(mine, *x.shape[2:]), state), jax.tree.map(joined, metrics)
-
-    return jax.jit(spread_lanes(blocks, lanes, (True, True, False), (0, 1)))
 
 
 class _Lanes:
@@ -225,7 +193,7 @@ class _Lanes:
         """Train up to the next evaluation or rung, `most` rounds at most. Returns the rounds trained."""
         stops = [*self.rungs, self.shape.rounds, (self.done // self.every + 1) * self.every]
         count = min(most, *(s - self.done for s in stops if s > self.done))
-        self.state, metrics = self.chunk(self.state, self.settings, jnp.int32(count))
+        self.state, metrics, _ = self.chunk(self.state, self.settings, jnp.int32(count))
         self._keep(metrics, count)
         self.done += count
         if self.done in stops:
@@ -240,18 +208,16 @@ class _Lanes:
         returns = folded(metrics.return_mean).astype(np.float64)
         returns[:, self.failed[self.going]] = np.nan
         codes, where = folded(metrics.nonfinite), folded(metrics.nonfinite_index)
-        stop, envs = self.shape.config.on_nonfinite == "stop", self.shape.config.num_envs
+        stop = self.shape.config.on_nonfinite == "stop"
         for slot, point in enumerate(self.going):
             for s, seed in enumerate(self.seeds):
                 bad = np.flatnonzero(codes[:, slot, s])
                 if self.failed[point, s] or not bad.size:
                     continue
                 if (point, s) not in self.first:
-                    row, record = int(bad[0]), int(where[bad[0], slot, s])
-                    place = f", step {record // envs} of environment {record % envs}" if record >= 0 else ""
-                    name = NONFINITE_FIELDS[int(codes[row, slot, s]) - 1]
-                    line = f"seed {seed}: non-finite {name} in update {self.done + row + 1}{place}"
-                    self.first[point, s] = line if stop else f"{line} (round discarded)"
+                    row = int(bad[0])
+                    found = int(codes[row, slot, s]), int(where[row, slot, s])
+                    self.first[point, s] = nonfinite_line(self.shape.config, seed, self.done + row + 1, *found)
                 self.failed[point, s] = stop
                 if stop:
                     returns[bad[0] :, slot, s] = np.nan

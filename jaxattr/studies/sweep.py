@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxattr.analysis.stats import bootstrap_interval, iqm
-from jaxattr.analysis.sweep import text
+from jaxattr.analysis.sweep import words
 from jaxattr.config import TRACED, Config, ConfigError, diff
 
 AGGREGATES: dict[str, Any] = {"iqm": iqm, "mean": np.mean, "median": np.median, "min": np.min}
@@ -219,11 +219,6 @@ def survivors(sweep: Sweep, values: Sequence[float], eta: float) -> list[int]:
 def rung_rounds(halving: Halving | None, rounds: int) -> list[int]:
     """The rounds after which points are compared: 1 <= r < rounds, increasing."""
     return [] if halving is None else sorted({r for s in halving.rungs if 1 <= (r := round(s * rounds)) < rounds})
-
-
-def words(point: Mapping[str, Any]) -> str:
-    """`learning_rate = 0.001, hidden = 64-64`."""
-    return ", ".join(f"{name} = {text(value)}" for name, value in point.items())
 
 
 def encode(value: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxattr.config import FIELDS, TRACED, Config, ConfigError, near
+from jaxattr.config import FIELDS, TRACED, Config, ConfigError, check_int, near
 from jaxattr.presets import preset
 from jaxattr.studies.sweep import AGGREGATES, Choices, Halving, Interval, Sweep
 
@@ -100,8 +100,7 @@ def _one_of(values: Mapping[str, Any], name: str, options: Sequence[str], defaul
 
 def _whole(values: Mapping[str, Any], name: str, default: int, low: int) -> int:
     value = values.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name} is {value!r}: must be a whole number, {low} or more")
+    check_int(name, value, low)
     return value
 
 
