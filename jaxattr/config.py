@@ -38,6 +38,8 @@ class Config:
     """Options of the environment as (name, value) pairs; a mapping is accepted too."""
     reset: Literal["fresh", "cached"] = "fresh"
     """`fresh`: every episode starts from a new draw. `cached`: from the environment's first one (cheaper)."""
+    round_start: Literal["continue", "reset"] = "continue"
+    """`reset`: every round starts new episodes; those that still run are cut off: bootstrapped and not counted."""
 
     # -- PPO --------------------------------------------------------------------------------------------------
     num_epochs: int = 10

@@ -74,6 +74,7 @@ class VmapCollector:
     num_steps: int
     cached_reset: bool = False
     keeps_states: bool = False
+    restarts: bool = False
     all_valid: bool = True
     pure: bool = True
     in_jit: bool = True
@@ -110,6 +111,9 @@ class VmapCollector:
         self, nets: Networks, params: Any, obs_stats: RunningStats, envs: VmapEnvState, key: PRNGKey
     ) -> tuple[VmapEnvState, Rollout, EpisodeStats]:
         """T steps of one lane: act, step, reset where an episode ended."""
+        if self.restarts:
+            key, key_start = jax.random.split(key)
+            envs = self._restarted(envs, key_start)
         # All randomness of the round is drawn here, in a few large calls instead of many small ones in the scan.
         key_noise, key_step, key_reset = jax.random.split(key, 3)
         shape = (self.num_steps, self.num_envs)
@@ -148,6 +152,11 @@ class VmapCollector:
         )
         rollout = finish_rollout(nets, params, obs_stats, obs, action, result, jnp.ones(shape, bool))
         return envs, rollout.replace(env_state=before), episodes
+
+    def _restarted(self, envs: VmapEnvState, key: PRNGKey) -> VmapEnvState:
+        """All B environments at the start of an episode."""
+        fresh = self.init_lane(key)
+        return fresh if envs.first is None else fresh.replace(state=envs.first[0], obs=envs.first[1], first=envs.first)
 
     def _resets(self, keys: PRNGKey) -> Any:
         """Fresh starts for every step that could need one, drawn in one batch where they are small; else the keys."""

@@ -62,13 +62,22 @@ def make_collector(env: AnyEnv, config: Config, keep_states: bool = False) -> Co
       ConfigError: something is asked of a pool that only a pure environment can do.
     """
     if isinstance(env, Env):
-        return VmapCollector(env, config.num_envs, config.num_steps, config.reset == "cached", keep_states)
+        return VmapCollector(
+            env,
+            config.num_envs,
+            config.num_steps,
+            cached_reset=config.reset == "cached",
+            keeps_states=keep_states,
+            restarts=config.round_start == "reset",
+        )
     if keep_states:
         pure(env, "be recorded whole (--record-rounds): its state cannot be copied")
     if config.on_nonfinite == "skip":
         pure(env, "start over in the middle of a run: use on_nonfinite = stop")
     if config.reset == "cached":
         pure(env, "return to a copy of its first state: use reset = fresh")
+    if config.round_start == "reset":
+        pure(env, "start over in every round: use round_start = continue")
     return PoolCollector(env, config.num_envs, config.num_steps)
 
 

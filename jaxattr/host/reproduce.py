@@ -1,4 +1,4 @@
-"""`jaxattr reproduce iif`: the paper's main comparison with its missing controls, piece by piece, resumable."""
+"""`jaxattr reproduce`: the paper's comparison with its missing controls, and its ablation; in resumable pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tyro
 
 from jaxattr.config import ConfigError, near
 from jaxattr.host.xla import use_all_cores
+from jaxattr.studies import ablation
 from jaxattr.studies.reproduction import (
     DEFAULT_ARMS,
     QUICK_ARMS,
@@ -27,7 +28,7 @@ from jaxattr.studies.reproduction import (
 if TYPE_CHECKING:
     from jaxattr.host.reproduce_run import Piece
 
-COMPARISONS = ("iif",)
+COMPARISONS = ("iif", "ablation")
 
 
 @dataclass
@@ -35,15 +36,17 @@ class Reproduce:
     """Run the comparison of the IIF paper (NeurIPS 2025, Figure 6) again, with a null, intervals and more controls.
 
     Every (setting, environment, arm) is one run with all seeds; what is finished in --out is kept, the rest continues.
-    Writes reproduction.json, reproduction.csv and a picture per setting.
+    `iif` writes reproduction.json, reproduction.csv and a picture per setting. `ablation` takes IIF apart: what each of
+    its differences to other variants does, on four environments; writes ablation.json, ablation.csv and ablation.png.
+    Both may share one --out.
     """
 
     what: tyro.conf.Positional[str]
-    """What to reproduce: iif."""
+    """What to reproduce: iif or ablation."""
     envs: tuple[str, ...] = ()
-    """Environments; default: the paper's six and MiniGrid-DoorKey, as far as their backend is installed."""
+    """Environments; default: the paper's six and MiniGrid-DoorKey (ablation: four), if their backend is there."""
     settings: tuple[str, ...] = ()
-    """paper, tuned or both (default; --quick: paper)."""
+    """paper, tuned or both (default; --quick: paper). ablation: paper only."""
     seeds: int = 5
     """Seeds per arm."""
     arms: tuple[str, ...] = ()
@@ -74,8 +77,11 @@ def main(argv: Sequence[str]) -> int:
     args = tyro.cli(Reproduce, prog="jaxattr reproduce", args=list(argv))
     if args.what not in COMPARISONS:
         raise ConfigError(f"reproduce {args.what!r}: unknown{near(args.what, COMPARISONS)}")
+    if args.what == "ablation" and set(args.settings) - {ablation.SETTING}:
+        raise ConfigError(f"--settings {' '.join(args.settings)}: the ablation is about {ablation.SETTING!r} only")
     use_all_cores(args.seeds)
     result = reproduce(
+        args.what,
         envs=args.envs,
         settings=args.settings,
         seeds=args.seeds,
@@ -93,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 def make_plan(
     out: Path,
+    what: str = "iif",
     *,
     envs: Sequence[str] = (),
     settings: Sequence[str] = (),
@@ -104,16 +111,21 @@ def make_plan(
 
     Raises:
       ConfigError: unknown names, a result in `out` that was made with other settings, an environment that was named
-        but whose backend is missing, or none is left.
+        but whose backend is missing, an arm that was named but cannot be run there, or nothing is left.
     """
     from jaxattr.attribution.filters import FILTERS
     from jaxattr.envs.registry import make
     from jaxattr.host.compare import NULL_OFFSET
     from jaxattr.host.reproduce_run import Piece, folder_name
+    from jaxattr.train import make_collector
 
-    tasks = choose_tasks(envs, quick)
-    settings = tuple(settings) or (SETTINGS[:1] if quick else SETTINGS)
-    chosen = tuple(arms) or (QUICK_ARMS if quick else DEFAULT_ARMS)
+    if what == "ablation":
+        tasks = choose_tasks(envs, quick, ablation.ENVS)
+        settings, chosen = (ablation.SETTING,), tuple(arms) or ablation.ABLATION_ARMS
+    else:
+        tasks = choose_tasks(envs, quick)
+        settings = tuple(settings) or (SETTINGS[:1] if quick else SETTINGS)
+        chosen = tuple(arms) or (QUICK_ARMS if quick else DEFAULT_ARMS)
     plan = Plan([])
     for setting in dict.fromkeys(settings):
         for task in tasks:
@@ -124,24 +136,37 @@ def make_plan(
                 own = tuple(s + NULL_OFFSET for s in seeds) if arm.is_null else tuple(seeds)
                 folder = out / setting / folder_name(task.env_id) / folder_name(arm.name)
                 plan.pieces.append(Piece(setting, task, arm, config, own, folder))
+    possible = []
     for task in tasks:
+        own = [piece for piece in plan.pieces if piece.task is task]
         try:
-            make(task.env_id, next(p.config.env_args for p in plan.pieces if p.task is task))
+            env = make(task.env_id, own[0].config.env_args)
         except ConfigError as error:
             if task.env_id in envs:
                 raise
             plan.skipped[task.env_id] = str(error)
-    plan.pieces = [piece for piece in plan.pieces if piece.task.env_id not in plan.skipped]
+            continue
+        for piece in own:
+            try:
+                make_collector(env, piece.config)
+            except ConfigError as error:
+                if arms:
+                    raise
+                plan.left_out.append(f"{piece.title}: not run: {error}")
+            else:
+                possible.append(piece)
+    plan.pieces = possible
     if not plan.pieces:
         raise ConfigError(f"no environment is left: {'; '.join(plan.skipped.values())}")
     for piece in plan.pieces:
         piece.begun()
     if quick:
-        plan.left_out = _left_out(tasks, settings, chosen)
+        plan.left_out += _left_out(tasks, settings, chosen)
     return plan
 
 
 def reproduce(
+    what: str = "iif",
     *,
     envs: Sequence[str] = (),
     settings: Sequence[str] = (),
@@ -156,7 +181,7 @@ def reproduce(
     """Run everything that is not yet finished in `out`, then write tables and pictures. See `Reproduce`.
 
     Returns:
-      `document` (what reproduction.json holds), `text` (the tables), `files` (names) and `out`.
+      `document` (what the JSON file holds), `text` (the tables), `files` (names) and `out`.
 
     Raises:
       ConfigError: see `make_plan`.
@@ -165,8 +190,8 @@ def reproduce(
         raise ConfigError(f"--seeds is {seeds}: must be 1 or more")
     where = Path("runs/reproduce_quick" if quick else "runs/reproduce") if out is None else Path(out)
     lanes = tuple(range(first_seed, first_seed + seeds))
-    plan = make_plan(where, envs=envs, settings=settings, seeds=lanes, arms=arms, quick=quick)
-    from jaxattr.host.reproduce_files import write_results
+    plan = make_plan(where, what, envs=envs, settings=settings, seeds=lanes, arms=arms, quick=quick)
+    from jaxattr.host.reproduce_files import write_ablation, write_results
     from jaxattr.host.reproduce_run import Job, measure_group
     from jaxattr.host.xla import shared_programs
 
@@ -188,8 +213,10 @@ def reproduce(
         else:
             for group in groups.values():
                 job.run([piece for piece in group if piece not in kept])
-                measure_group(group, job)
-    return write_results(plan, groups, where, command=command, seconds=time.monotonic() - begin, quick=quick)
+                if what == "iif":  # the ablation is not about seconds
+                    measure_group(group, job)
+    write = write_ablation if what == "ablation" else write_results
+    return write(plan, groups, where, command=command, seconds=time.monotonic() - begin, quick=quick)
 
 
 def _left_out(tasks: Sequence[Task], settings: Sequence[str], arms: Sequence[str]) -> list[str]:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxattr.analysis import ablation
 from jaxattr.analysis import reproduction as analysis
 from jaxattr.analysis.compare import NULL, ArmResult
-from jaxattr.analysis.tables import csv_text, plain
+from jaxattr.analysis.tables import csv_text, percent, plain
+from jaxattr.config import ConfigError
 from jaxattr.host.checkpoint import write_text
 from jaxattr.host.progress import duration
 from jaxattr.host.reproduce_run import Piece
 from jaxattr.host.runner import versions
-from jaxattr.studies.reproduction import GRID, TASKS, Choice, choose_p
+from jaxattr.studies.ablation import ABLATION_ARMS, CONTRASTS, PUBLISHED
+from jaxattr.studies.reproduction import GRID, TASKS, Choice, choose_p, parse_arm
 
 if TYPE_CHECKING:
     from jaxattr.host.reproduce import Plan
@@ -86,33 +89,91 @@ def write_results(
         parts.append(_text(setting, panels, own_rows, own_choices, own_aggregate, plan.skipped, len(seeds)))
         rows, choices = rows + own_rows, choices + own_choices
         aggregate += [{"setting": setting, **row} for row in own_aggregate]
-    device = jax.devices()[0]
-    used = [task for task in TASKS.values() if any(env == task.env_id for _, env in groups)]
+    used = {piece.task.env_id: piece.task for piece in plan.pieces}
     document = {
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quick": quick,
-        "left_out": plan.left_out,
-        "skipped": plan.skipped,
-        "seeds": list(seeds),
-        "device": f"{device.device_kind} ({device.platform})",
-        "versions": versions(),
-        "seconds_this_session": seconds,
-        "interval": "95 % percentile bootstrap over seeds",
-        "published": {task.env_id: None if task.published is None else vars(task.published) for task in used},
-        "failed": {task.env_id: {"at_most": task.failed, "means": task.failed_means} for task in used},
+        **_provenance(plan, command, seconds, quick),
+        "published": {env: None if task.published is None else vars(task.published) for env, task in used.items()},
         "rows": rows,
         "choice_of_p": choices,
         "across_environments": aggregate,
         "per_seed": per_seed,
         "runs": evaluation,
-        "configs": {piece.title: piece.config.to_dict() for group in groups.values() for piece in group},
+        "configs": {piece.title: piece.config.to_dict() for piece in plan.pieces},
     }
     write_text(out / "reproduction.json", json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
     write_text(out / "reproduction.csv", csv_text(rows))
     tail = [f"all runs: {_total(evaluation)}", *(f"{env}: not run: {why}" for env, why in plan.skipped.items())]
     text = "\n\n".join([*parts, "\n".join([*plan.left_out, *tail])])
     return {"document": document, "text": text, "files": files, "out": out}
+
+
+def write_ablation(
+    plan: Plan,
+    groups: Mapping[tuple[str, str], Sequence[Piece]],
+    out: Path,
+    *,
+    command: str,
+    seconds: float,
+    quick: bool,
+) -> dict[str, Any]:
+    """Write ablation.json, ablation.csv and ablation.png; see `host.reproduce.reproduce`."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    per_seed, runs, parts = [], [], []
+    for (_, env), group in groups.items():
+        panel, about = load_panel(group)
+        task = group[0].task
+        # At the published p: another p of the same rule is no part of a contrast.
+        arms = {
+            piece.arm.rule: panel.arms[piece.arm.name]
+            for piece in group
+            if piece.arm.name == parse_arm(piece.arm.rule, task).name
+        }
+        rows = ablation.contrast_rows(env, arms, CONTRASTS, PUBLISHED, task.failed)
+        if not rows:
+            raise ConfigError(f"{env}: none of the arms makes a contrast; these do: {', '.join(ABLATION_ARMS)}")
+        tables[f"{env}, p = {percent(task.p)}"] = rows
+        for name, arm in arms.items():
+            where = {"env": env, "arm": name}
+            runs.append({**where, **{k: about[arm.name][k] for k in _ABOUT}})
+            per_seed += [
+                {**where, "seed": s, "final_test_return": final, "auc_test_return": auc}
+                for s, final, auc in zip(arm.seeds, arm.final_return, arm.auc, strict=True)
+            ]
+    parts = [f"{title}\n\n{ablation.ablation_table(rows)}" for title, rows in tables.items()]
+    parts.append("\n".join([*ablation.ablation_notes(len(plan.pieces[0].seeds)), *plan.left_out]))
+    parts.append(f"all runs: {_total(runs)}")
+    rows = [row for own in tables.values() for row in own]
+    document = {
+        **_provenance(plan, command, seconds, quick),
+        "rows": rows,
+        "per_seed": per_seed,
+        "runs": runs,
+        "configs": {piece.title: piece.config.to_dict() for piece in plan.pieces},
+    }
+    ablation.ablation_figure(out / "ablation.png", tables)
+    write_text(out / "ablation.json", json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
+    write_text(out / "ablation.csv", csv_text(rows))
+    files = ["ablation.json", "ablation.csv", "ablation.png"]
+    return {"document": document, "text": "\n\n".join(parts), "files": files, "out": out}
+
+
+def _provenance(plan: Plan, command: str, seconds: float, quick: bool) -> dict[str, Any]:
+    """Where the numbers of a document come from."""
+    device = jax.devices()[0]
+    used = {piece.task.env_id: piece.task for piece in plan.pieces}
+    return {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "left_out": plan.left_out,
+        "skipped": plan.skipped,
+        "seeds": list(plan.pieces[0].seeds),
+        "device": f"{device.device_kind} ({device.platform})",
+        "versions": versions(),
+        "seconds_this_session": seconds,
+        "interval": "95 % percentile bootstrap over seeds",
+        "failed": {env: {"at_most": task.failed, "means": task.failed_means} for env, task in used.items()},
+    }
 
 
 def choices_of(panel: analysis.Panel, setting: str) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ BUFFER_NORMALIZATION = {"score_normalize": "buffer", "target_normalize": True, "
 COMMON = {"training": "compact", "target": "return", "norm_chunk": 64, "score_metric": "plain", "warmup_rounds": 0}
 """Said by every arm, so that an arm means the same whatever a setting's preset says."""
 
-ARMS: dict[str, dict[str, Any]] = {
+_COMPARED: dict[str, dict[str, Any]] = {
     "none": {"filter": "none"},
     NULL: {"filter": "none"},
     "iif": {"filter": "iif", **PUBLISHED_NORMALIZATION},
@@ -137,11 +137,22 @@ ARMS: dict[str, dict[str, Any]] = {
     "advantage_sign": {"filter": "advantage_sign", **PUBLISHED_NORMALIZATION},
     "td_error": {"filter": "td_error", **PUBLISHED_NORMALIZATION},
 }
-"""Arm -> changes of the setting's configuration."""
-WITHOUT_P = ("none", NULL, "dtv", "dtv_loo")
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "clip": {"max_grad_norm": 0.5},
+    "8": {"num_envs": 8, "num_steps": 256},
+    "cut": {"round_start": "reset"},
+}
+ARMS: dict[str, dict[str, Any]] = {
+    **_COMPARED,
+    "iif-buffer": {**_COMPARED["iif"], "score_normalize": "buffer"},
+    "iif-target": {**_COMPARED["iif"], "target_normalize": True},
+    **{f"{rule}-{name}": {**_COMPARED[rule], **v} for name, v in _VARIANTS.items() for rule in ("none", "iif")},
+}
+"""Arm -> changes of the setting's configuration: those of the comparison, then those of the ablation."""
+WITHOUT_P = tuple(name for name, changes in ARMS.items() if changes["filter"] in ("none", "dtv", "dtv_loo"))
 GRID = (0.0625, 0.125, 0.25, 0.5, 1.0)
 """The p of `iif` that are tried."""
-DEFAULT_ARMS = ("none", NULL, *(f"iif:{p:g}" for p in GRID), *list(ARMS)[3:])
+DEFAULT_ARMS = ("none", NULL, *(f"iif:{p:g}" for p in GRID), *list(_COMPARED)[3:])
 QUICK_ARMS = ("none", "iif", "random")
 
 
@@ -193,8 +204,8 @@ def parse_arms(texts: Sequence[str], task: Task) -> list[Arm]:
     return list(arms.values())
 
 
-def choose_tasks(names: Sequence[str], quick: bool) -> list[Task]:
-    """The named environments; without names all of them, or those of `--quick`.
+def choose_tasks(names: Sequence[str], quick: bool, default: Sequence[str] = tuple(TASKS)) -> list[Task]:
+    """The named environments; without names those of `default`, with `quick` as far as they have such a budget.
 
     Raises:
       ConfigError: an environment that is no part of the comparison, or not of `--quick`.
@@ -205,7 +216,8 @@ def choose_tasks(names: Sequence[str], quick: bool) -> list[Task]:
         if quick and TASKS[name].quick is None:
             known = ", ".join(task.env_id for task in TASKS.values() if task.quick)
             raise ConfigError(f"--envs {name!r}: has no --quick budget; these have: {known}")
-    return [task for task in TASKS.values() if task.env_id in names or (not names and (task.quick or not quick))]
+    wanted = names or [env for env in default if TASKS[env].quick or not quick]
+    return [task for task in TASKS.values() if task.env_id in wanted]
 
 
 LEAST_EPISODES = 8
@@ -221,6 +233,7 @@ def arm_config(setting: str, task: Task, arm: Arm, seeds: int, quick: bool = Fal
     if setting not in SETTINGS:
         raise ConfigError(f"--settings {setting!r}: unknown{near(setting, SETTINGS)}")
     base = preset(setting, task.env_id)
+    base = base.replace(env_args=preset("paper", task.env_id).env_args)  # the same task in every setting
     per_round = base.records_per_round
     rounds = (base.total_steps if setting == "paper" else task.tuned_steps) // per_round
     evaluations, episodes, final = task.evaluations, task.eval_episodes, task.final_episodes
