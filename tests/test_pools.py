@@ -256,6 +256,7 @@ def test_what_a_pool_cannot_do_is_said_before_anything_compiles():
         (SMALL, True, "recorded whole"),
         (SMALL.replace(on_nonfinite="skip"), False, "on_nonfinite = stop"),
         (SMALL.replace(reset="cached"), False, "reset = fresh"),
+        (SMALL.replace(round_start="reset"), False, "round_start = continue"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_update_step(Ladder(), config, keep_states=keep)

@@ -19,7 +19,7 @@ from jaxattr.envs.base import Box, Discrete, EnvSpec, Step
 from jaxattr.lanes import place_lanes
 from jaxattr.networks import make_networks
 from jaxattr.ops import permutation, trees
-from jaxattr.train import init_state, lane_settings, make_chunk, make_update_step
+from jaxattr.train import init_state, lane_settings, make_chunk, make_collector, make_update_step
 from jaxattr.types import EpisodeStats, Records, Rollout
 from jaxattr.update import UpdateStep
 
@@ -729,3 +729,30 @@ def step_with_init(step):
         init = lambda self, keys: jnp.zeros(len(keys))
 
     return dataclasses.replace(step, collector=WithInit())
+
+
+@pytest.mark.parametrize("reset", ["fresh", "cached"])
+def test_rounds_that_start_anew(reset):
+    """Every round begins at time 0, episodes that were cut are bootstrapped from where they were and not counted."""
+    short = BASE.replace(num_envs=32, num_steps=4)  # too short to end by itself
+    config = short.replace(round_start="reset", reset=reset)
+    step = make_update_step(Walk(), config)
+    state, seen = init_state(step, [0, 1]), []
+    collect = jax.jit(lambda state, keys: step.collector.collect(step.nets, state, keys))
+    for r in range(3):
+        keys = jax.random.split(jax.random.key(r), 2)
+        env_state, rollout, episodes = collect(state, keys)
+        state = state.replace(env_state=env_state)
+        seen.append(np.asarray(rollout.obs[:, 0, :, 0]))  # x at the start, (S, B)
+        np.testing.assert_array_equal(
+            np.round(rollout.obs[..., 2] * 80), np.arange(4)[None, :, None] + np.zeros((2, 4, 32))
+        )
+        assert not np.any(episodes.count)  # the limit is 80 steps
+        assert not np.any(rollout.terminated | rollout.truncated)
+        # V of the observation after the last step: 4 / 80 and not that of a start
+        value = jax.vmap(lambda p, o: jax.vmap(lambda x: step.nets.value(p, x))(o))(state.params, env_state.obs)
+        np.testing.assert_allclose(env_state.obs[..., 2], 4 / 80)
+        np.testing.assert_allclose(rollout.next_value[:, -1], value, rtol=1e-5)
+    assert len(np.unique(seen)) == (192 if reset == "fresh" else 64)
+    _, rollout, _ = make_collector(Walk(), short).collect(step.nets, state, keys)  # the default goes on
+    np.testing.assert_allclose(rollout.obs[:, 0, :, 2], 4 / 80)
