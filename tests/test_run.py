@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,23 @@ def test_t21_config_diff_is_one_line(tmp_path, capsys):
 
 
 # -- checkpoint and resume ------------------------------------------------------------------------------------
+def test_runs_of_one_process_save_side_by_side(tmp_path):
+    """Orbax alone breaks files when two threads save at once; `reproduce --quick` runs two."""
+    state = {
+        "a": np.ones((4, 64), "f"),
+        "alive": np.ones(4, bool),
+        "b": {str(i): np.full(9, i, "i") for i in range(20)},
+    }
+
+    def save(name):
+        for update in range(1, 9):
+            checkpoint.save(tmp_path / name, update, state, {})
+        return checkpoint.load_latest(tmp_path / name, state)
+
+    with ThreadPoolExecutor(3) as pool:
+        for loaded, meta, warnings in pool.map(save, "xyz"):
+            assert (meta["update"], warnings) == (8, [])
+            assert checkpoint.digest(loaded) == checkpoint.digest(state)
 
 
 def test_t28_t29_a_checkpoint_is_the_state(whole):

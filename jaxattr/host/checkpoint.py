@@ -9,11 +9,14 @@ the whole of it or a `.tmp-` folder that is never read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from jaxattr.ops import trees
 
 KEEP = 3
 """Checkpoints kept per run (newest first)."""
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class CheckpointError(RuntimeError):
@@ -137,8 +141,11 @@ def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     return from_plain(plain, like), meta
 
 
-def _checkpointer() -> Any:
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[Any]:
+    """An orbax checkpointer, one at a time: two that save in one process at once may break each other's files."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every step of every save
-    return ocp.StandardCheckpointer()
+    with _ONE_AT_A_TIME, ocp.StandardCheckpointer() as checkpointer:
+        yield checkpointer
