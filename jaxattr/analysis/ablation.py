@@ -25,6 +25,8 @@ from jaxattr.analysis.tables import aligned, percent
 
 REPLICATIONS = 10_000
 VERDICT_COLORS = {"better": "#0072B2", "worse": "#D55E00", "undecided": "#777777"}
+FAR = 2.5
+"""A gain beyond so many times the third quartile of all bounds is drawn as an arrow."""
 
 
 def contrast_rows(
@@ -141,12 +143,22 @@ def ablation_figure(path: str | os.PathLike[str], groups: Mapping[str, Sequence[
     axes = np.atleast_1d(fig.subplots(1, len(groups), sharey=True))
     for ax, (title, rows) in zip(axes, groups.items(), strict=True):
         ax.axvline(0, color="#222222", lw=0.9)
+        bounds = [row[f"gain_auc_{k}"] for row in rows for k in ("low", "mean", "high")]
+        bounds = [bound for bound in bounds if bound is not None]
+        far = FAR * float(np.quantile(np.abs(bounds), 0.75)) if bounds else math.inf
         for row in rows:
-            y, color = labels.index(row["contrast"]), VERDICT_COLORS[row["verdict"]]
+            y, color, mean = labels.index(row["contrast"]), VERDICT_COLORS[row["verdict"]], row["gain_auc_mean"]
+            if mean is None:
+                continue
+            if abs(mean) > far:  # would squeeze all others together: an arrow at the edge, and its number
+                side = math.copysign(1.0, mean)
+                ax.plot(side * far, y, ">" if side > 0 else "<", ms=8, color=color)
+                ax.annotate(f"{mean:,.3g}", (side * far, y), xytext=(-side * 8, 0), textcoords="offset points",
+                            ha="right" if side > 0 else "left", va="center", fontsize=8)  # fmt: skip
+                continue
             if row["gain_auc_low"] is not None:
-                ax.plot([row["gain_auc_low"], row["gain_auc_high"]], [y, y], color=color, lw=2.2)
-            if row["gain_auc_mean"] is not None:
-                ax.plot(row["gain_auc_mean"], y, "o", ms=6, color=color)
+                ax.plot(np.clip([row["gain_auc_low"], row["gain_auc_high"]], -far, far), [y, y], color=color, lw=2.2)
+            ax.plot(mean, y, "o", ms=6, color=color)
         for y in set(range(len(labels))) - {labels.index(row["contrast"]) for row in rows}:
             ax.annotate("not run", (0, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
         ax.set_title(title, fontsize=10, loc="left")
@@ -158,5 +170,5 @@ def ablation_figure(path: str | os.PathLike[str], groups: Mapping[str, Sequence[
         ax.tick_params(labelsize=9)
     axes[0].set_yticks(range(len(labels)), labels)
     axes[0].set_ylim(len(labels) - 0.5, -0.5)
-    draw_title(fig, "Gain of each arm over its base, 95 % bootstrap interval over seeds (blue: better, orange: worse)")
+    draw_title(fig, "Gain over the base, 95 % interval over seeds (blue: better, orange: worse, grey: undecided)")
     return save_figure(fig, path)
