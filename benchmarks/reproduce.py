@@ -115,7 +115,7 @@ def project(rows: list[dict[str, Any]], runs: Path | None) -> dict[str, Any]:
         spent = [run["eval_s"] for run in done if run["env"] == row["env"] and run["setting"] == "paper"]
         row["evaluation_minutes_of_three_arms"] = round(sum(spent) / 60, 2) if spent else None
     lander = [row for row in rows if row["lanes"] == MORE_LANES.get(row["env"])]
-    evaluated = [row.get("evaluation_minutes_of_three_arms") for row in rows if row["lanes"] == LANES]
+    evaluated = [row["evaluation_minutes_of_three_arms"] for row in rows if row["lanes"] == LANES]
     return {
         "training_minutes": round(sum(minutes.values()), 1),
         "training_target_minutes": TARGET_MINUTES,
