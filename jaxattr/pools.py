@@ -176,7 +176,7 @@ class PoolTest:
     """Test episodes of all lanes with a pool, stepped from the host; what `evaluate_lanes` is for pure environments.
 
     Every call opens fresh copies with the same seeds, so start states depend on the key alone; lanes and policies share
-    them. A copy stops counting at the first end of its episode.
+    them. A copy rests from the first end of its episode on (where its pool can step a part of its copies).
     """
 
     def __init__(self, nets: Networks, env: Pool, episodes: int, modes: tuple[int, ...] = BOTH):
@@ -225,8 +225,9 @@ class PoolTest:
         obs = pool.obs
         for t in range(self.env.spec.max_steps):
             sent = np.asarray(self._act(params, obs_stats, obs.reshape(*shape, *obs.shape[1:]), key, t))
-            step = pool.step(sent.reshape(-1, *sent.shape[3:]))
-            obs, live = step.obs, ~finished
+            live = ~finished
+            step = pool.step(sent.reshape(-1, *sent.shape[3:]), np.flatnonzero(live))
+            obs = step.obs
             total += np.where(live, np.asarray(step.reward).reshape(shape), 0.0)
             length += live
             finished |= np.asarray(step.terminated | step.truncated).reshape(shape)

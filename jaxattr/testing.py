@@ -61,10 +61,10 @@ def check_env(env: Env, *, steps: int = 200, seed: int = 0, plain: bool = True) 
 def check_pool(env: Pool, *, steps: int = 200, seed: int = 0) -> None:
     """Check that `env` keeps the contract of `jaxattr.envs.base.Pool`, with random actions in four copies.
 
-    Checked: the spec; shapes and dtypes; that a copy depends on its own seed only; that after an episode's end the next
-    row is a reset (reward 0, no flag, the action ignored); terminated and truncated never both; truncation at
-    `spec.max_steps` and never later; `traced_step`, where there is one, equal to `step`. Choose `steps` above the time
-    limit, or set a short limit.
+    Checked: the spec; shapes and dtypes; that a copy depends on its own seed only, stepped among all or in a part; that
+    after an episode's end the next row is a reset (reward 0, no flag, the action ignored); terminated and truncated
+    never both; truncation at `spec.max_steps` and never later; `traced_step`, where there is one, equal to `step`.
+    Choose `steps` above the time limit, or set a short limit.
 
     Args:
       env: the pool.
@@ -86,6 +86,9 @@ def check_pool(env: Pool, *, steps: int = 200, seed: int = 0) -> None:
     _assert_equal((obs[:2][::-1], first), again, f"{name}: a copy depends on more than its seed", rtol=0.0)
     twins = [jax.tree.map(lambda x, i=i: x[:, i], out) for i in (0, 2)]
     _assert_equal(twins[0], twins[1], f"{name}: two copies with one seed differ", rtol=0.0)
+    part = jax.tree.map(lambda x: x[:, 1:3], _play_pool(env, seeds, actions, np.array([2, 1]))[1])
+    want = jax.tree.map(lambda x: x[:, 1:3], out)
+    _assert_equal(part, want, f"{name}: a part of the copies, stepped alone, is not what it is among all", rtol=0.0)
 
     done = out.terminated | out.truncated
     assert done.any(), f"{name}: no episode ends within {steps} steps; nothing was checked of what follows"
@@ -101,11 +104,11 @@ def check_pool(env: Pool, *, steps: int = 200, seed: int = 0) -> None:
         _check_traced(env, seeds, actions, out, name)
 
 
-def _play_pool(env: Pool, seeds: list[int], actions: Any) -> tuple[Any, Step]:
+def _play_pool(env: Pool, seeds: list[int], actions: Any, which: Any = None) -> tuple[Any, Step]:
     """(first observations (n, ...), Step with leaves (T, n, ...)), stepped from the host."""
     pool = env.open(seeds)
     obs = np.array(pool.obs)
-    rows = [jax.tree.map(np.array, pool.step(action)) for action in actions]
+    rows = [jax.tree.map(np.array, pool.step(action, which)) for action in actions]
     pool.close()
     return obs, jax.tree.map(lambda *x: np.stack(x), *rows)
 

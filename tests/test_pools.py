@@ -14,9 +14,11 @@ import jaxattr
 from jaxattr.config import Config, ConfigError
 from jaxattr.envs import envpool, registry, spaces
 from jaxattr.envs.base import Box, Discrete, EnvSpec, Step, pure
+from jaxattr.envs.envpool import EnvPoolCopies
 from jaxattr.evaluate import evaluate_lanes
 from jaxattr.host.cli import main
 from jaxattr.lanes import place_lanes
+from jaxattr.ops.statistics import init_stats
 from jaxattr.pools import PoolTest
 from jaxattr.presets import preset
 from jaxattr.testing import check_pool
@@ -60,7 +62,7 @@ class OpenLadder:
     def obs(self):
         return np.stack([self.seeds, self.t], axis=-1).astype(np.float32)
 
-    def step(self, action):
+    def step(self, action, which=None):
         spoil = self.env.spoil
         reset = self.ended
         self.t = np.where(reset, 0, self.t + 1)
@@ -395,6 +397,34 @@ def test_a_failure_in_the_last_step_counts_as_a_failure():
     assert flags == [True, False]
     assert first_end(length) == (length, True, False)
     assert first_end(length - 1) == (length - 1, False, True)
+
+
+def test_copies_that_rest_change_no_other_episode(monkeypatch):
+    """A test that steps only the copies whose episodes go on finds what one that steps all of them does."""
+    step = make_update_step(registry.make("envpool/LunarLander-v3"), SMALL)
+    params = jax.tree.map(lambda x: x[None], step.nets.init(jax.random.key(3)))
+    stats = jax.tree.map(lambda x: x[None], init_stats((8,)))
+    stepped = []
+
+    def play(rest):
+        plain = EnvPoolCopies.step
+        monkeypatch.setattr(
+            EnvPoolCopies,
+            "step",
+            lambda self, action, which=None: stepped.append(len(which)) or plain(self, action, which if rest else None),
+        )
+        result = PoolTest(step.nets, registry.make("envpool/LunarLander-v3"), 12, (0,))(
+            params, stats, jax.random.key(1)
+        )
+        monkeypatch.setattr(EnvPoolCopies, "step", plain)
+        return result
+
+    some, everything = play(True), play(False)
+    assert some.finished[:, 0].all()
+    assert len(set(some.length[0, 0].tolist())) > 6  # episodes of many lengths: most copies did rest
+    assert stepped[0] == 12
+    assert min(stepped) < 3
+    jax.tree.map(np.testing.assert_array_equal, some, everything)
 
 
 def test_one_policy_has_one_return_distribution_on_three_backends():

@@ -82,8 +82,11 @@ class OpenPool(Protocol):
         """
         ...
 
-    def step(self, action: Any) -> Step:
-        """(n, ...) numpy actions -> a `Step` of numpy arrays with a leading n."""
+    def step(self, action: Any, which: Any = None) -> Step:
+        """(n, ...) numpy actions -> a `Step` of numpy arrays with a leading n.
+
+        `which` (k,): only these copies are of interest, the rows of others mean nothing; a pool may let those rest.
+        """
         ...
 
     def close(self) -> None:

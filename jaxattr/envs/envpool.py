@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing import cpu_count
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -145,9 +146,19 @@ class EnvPoolCopies:
 
             self.traced_step = traced_step
 
-    def step(self, action: Any) -> Step:
-        """All copies by one action each."""
-        return self._result(np, *self._pool.step(np.asarray(action, self.env.action_type))[:4])
+    def step(self, action: Any, which: Any = None) -> Step:
+        """Copies `which`, or all, by one action each; the others rest and their rows are zeros."""
+        action = np.asarray(action, self.env.action_type)
+        if which is None:
+            return self._result(np, *self._pool.step(action)[:4])
+        *moved, info = self._pool.step(action[which], np.asarray(which, np.int32))
+
+        def spread(rows: Any) -> np.ndarray:
+            everywhere = np.zeros((len(action), *rows.shape[1:]), rows.dtype)
+            everywhere[info["env_id"]] = rows  # in whatever order the threads were done
+            return everywhere
+
+        return jax.tree.map(spread, self._result(np, *moved))
 
     def _result(self, xp: Any, obs: Any, reward: Any, terminated: Any, truncated: Any) -> Step:
         # EnvPool calls every end at the limit truncated, also a failure in that very step: it cannot be told apart.

@@ -117,8 +117,8 @@ class GymnasiumCopies:
         space = vector.single_action_space
         self._action_type = space.dtype
 
-    def step(self, action: Any) -> Step:
-        """All copies by one action each."""
+    def step(self, action: Any, which: Any = None) -> Step:
+        """All copies by one action each, whatever `which`."""
         obs, reward, terminated, truncated, _ = self._vector.step(np.asarray(action, self._action_type))
         seen, earned = self.env.view.encode(obs, np), reward.astype(np.float32)
         return Step(seen, earned, terminated, truncated & ~terminated)
